@@ -1,0 +1,1 @@
+"""The engine: scheduling on the CPU side, execution on the device side."""

@@ -1,0 +1,82 @@
+"""KV cache: how many blocks fit, and the one tensor that holds them all."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.hf import ModelConfig
+
+CPU_POOL_BYTES = 1 << 30
+
+
+def kv_block_bytes(
+    config: ModelConfig, num_kv_heads: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block: K and V of every layer for block_size positions on this rank."""
+    per_position = 2 * config.num_hidden_layers * num_kv_heads * config.head_dim * dtype.itemsize
+    return per_position * block_size
+
+
+def num_blocks_that_fit(
+    total: int, used: int, peak: int, current: int, utilization: float, block_bytes: int
+) -> int:
+    """floor((total * utilization - used - peak + current) / block_bytes), at least 0.
+
+    total and used are the driver's bytes for the whole GPU, peak and current torch's allocated
+    bytes at the height of the warm-up and now: their difference must stay free for activations.
+    """
+    return max(int((total * utilization - used - peak + current) // block_bytes), 0)
+
+
+def measure_num_blocks(device: torch.device, utilization: float, block_bytes: int) -> int:
+    """Blocks that fit on `device` now. On a GPU call it after the warm-up, which set the peak."""
+    if device.type == "cpu":
+        return CPU_POOL_BYTES // block_bytes
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # cached segments of the warm-up would count as used
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    return num_blocks_that_fit(
+        total=total,
+        used=total - free,
+        peak=stats["allocated_bytes.all.peak"],
+        current=stats["allocated_bytes.all.current"],
+        utilization=utilization,
+        block_bytes=block_bytes,
+    )
+
+
+def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Raise ValueError, naming the largest max_model_len that would fit, if the pool cannot hold
+    one sequence of max_model_len."""
+    if num_blocks * block_size < max_model_len:
+        raise ValueError(
+            f"the memory left for the KV cache holds {num_blocks * block_size} positions "
+            f"({num_blocks} blocks of {block_size}), less than max_model_len={max_model_len}: set "
+            f"max_model_len to at most {num_blocks * block_size}, or raise gpu_memory_utilization"
+        )
+
+
+def allocate_kv_cache(
+    model: nn.Module,
+    config: ModelConfig,
+    num_kv_heads: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Make the pool [2, layers, num_blocks, block_size, kv_heads_per_rank, head_dim] and give each
+    Attention layer of `model` its K and V slices.
+
+    Zeros, not garbage: the torch path multiplies masked positions by 0, and 0 * NaN is NaN.
+    """
+    pool = torch.zeros(
+        (2, config.num_hidden_layers, num_blocks, block_size, num_kv_heads, config.head_dim),
+        dtype=dtype,
+        device=device,
+    )
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer, k_cache, v_cache in zip(layers, pool[0], pool[1], strict=True):
+        layer.k_cache, layer.v_cache = k_cache, v_cache
+    return pool

@@ -1,0 +1,173 @@
+"""Scheduler: who runs in the next step, and how many positions of each. Never touches a tensor."""
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class ScheduledBatch(NamedTuple):
+    """One step's work, the hand-off from scheduler to runner. Unpacks as `seqs, is_prefill`.
+
+    seqs: in the order of the step's rows; the scheduler has set each one's
+        `num_scheduled_tokens` (1 in decode) and `block_table`.
+    is_prefill: the phase; a step is never mixed.
+    """
+
+    seqs: list[Sequence]
+    is_prefill: bool
+
+
+class Scheduler:
+    """Prefill first, in arrival order; decode when nothing can be prefilled.
+
+    `waiting` holds requests whose prompt is not fully scheduled (new, cut, or preempted),
+    `running` those that decode. Every live request is in exactly one of them.
+
+    Invariants (with I1-I4 of BlockManager; tests/invariants.py):
+    I5  A step obeys max_num_seqs and max_num_batched_tokens and holds no sequence twice.
+    I6  Between steps a running sequence has exactly one token without K/V.
+    I7  Every accepted request finishes in a bounded number of steps: `add` refuses one that could
+        outgrow the pool, and only a newer request is preempted for an older one.
+    I8  When all have finished every block is free, and the prefix index still hits.
+    """
+
+    def __init__(self, config: Config, num_blocks: int, eos_token_ids: Collection[int]) -> None:
+        """num_blocks: of the KV pool, as the runner sized it; eos_token_ids: may be empty."""
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_model_len = config.max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.block_manager = BlockManager(num_blocks, config.kvcache_block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check(self, seq: Sequence) -> None:
+        """Raise ValueError if `seq` could never finish here; changes nothing."""
+        block_size, num_blocks = self.block_manager.block_size, len(self.block_manager.blocks)
+        if seq.block_size != block_size:
+            raise ValueError(
+                f"the sequence was made for blocks of {seq.block_size} positions, this engine has "
+                f"blocks of {block_size}: pass block_size={block_size} to Sequence"
+            )
+        if seq.num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {seq.num_prompt_tokens} tokens, which leaves no room for a "
+                f"completion within max_model_len={self.max_model_len}: shorten it, or start the "
+                "engine with a larger max_model_len"
+            )
+        # The last token to be accepted is never fed back, so it needs no slot.
+        positions = min(seq.num_prompt_tokens + seq.max_tokens, self.max_model_len) - 1
+        if positions > num_blocks * block_size:
+            raise ValueError(
+                f"a prompt of {seq.num_prompt_tokens} tokens with max_tokens={seq.max_tokens} may "
+                f"need {positions} KV positions, but the whole pool has {num_blocks * block_size} "
+                f"({num_blocks} blocks of {block_size}): lower max_tokens or enlarge the pool"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new request; it joins at the next step. Raises ValueError as `check` does."""
+        self.check(seq)
+        self.waiting.append(seq)
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step's work and reserve its blocks. Call only while not finished."""
+        seqs = self._schedule_prefill()
+        if seqs:
+            return ScheduledBatch(seqs, is_prefill=True)
+        return ScheduledBatch(self._schedule_decode(), is_prefill=False)
+
+    def _schedule_prefill(self) -> list[Sequence]:
+        chosen: list[Sequence] = []
+        budget = self.max_num_batched_tokens
+        while self.waiting and len(chosen) < self.max_num_seqs and budget:
+            seq = self.waiting[0]
+            num_cached, num_hits = seq.num_cached_tokens, 0
+            if not seq.block_table:
+                num_hits = self.block_manager.can_allocate(seq)
+                if num_hits < 0:
+                    break
+                num_cached = num_hits * self.block_manager.block_size
+            num_left = seq.num_tokens - num_cached
+            # Only a step's first sequence may be cut: with two half-done prompts, each holding
+            # the blocks of its whole length, the pool could fill up with neither able to finish.
+            if chosen and num_left > budget:
+                break
+            if not seq.block_table:
+                self.block_manager.allocate(seq, num_hits)
+            seq.num_scheduled_tokens = min(num_left, budget)
+            budget -= seq.num_scheduled_tokens
+            chosen.append(seq)
+            if seq.num_scheduled_tokens < num_left:
+                break  # cut: it stays at the left of waiting, and goes on in the next step
+            seq.status = SequenceStatus.RUNNING
+            self.running.append(self.waiting.popleft())
+        return chosen
+
+    def _schedule_decode(self) -> list[Sequence]:
+        chosen: list[Sequence] = []
+        while self.running and len(chosen) < self.max_num_seqs:
+            seq = self.running.popleft()
+            while not self.block_manager.can_append(seq):
+                # The newest gives way: it has the least to lose, and the oldest surely finish.
+                self.preempt(self.running.pop() if self.running else seq)
+                if seq.status is SequenceStatus.WAITING:
+                    break
+            else:
+                self.block_manager.may_append(seq)
+                seq.num_scheduled_tokens = 1
+                chosen.append(seq)
+        self.running.extendleft(reversed(chosen))
+        assert chosen, "no request can run: `add` let one through that outgrows the pool"
+        return chosen
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take back the blocks of `seq`, already out of `running`. It keeps its token ids, waits at
+        the left of the queue and prefills again, often from its own still unspoiled blocks."""
+        seq.status = SequenceStatus.WAITING
+        seq.num_scheduled_tokens = 0
+        self.block_manager.deallocate(seq)
+        self.waiting.appendleft(seq)
+
+    def postprocess(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> None:
+        """Account for a step that ran: token_ids[i] was sampled at the last scheduled position of
+        seqs[i]. It is dropped when that was not the last position of the sequence."""
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            self.block_manager.hash_blocks(seq)
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
+                continue
+            seq.append_token(token_id)
+            seq.finish_reason = self._stop_reason(seq)
+            if seq.finish_reason is not None:
+                seq.status = SequenceStatus.FINISHED
+                self.block_manager.deallocate(seq)
+                self.running.remove(seq)
+
+    def _stop_reason(self, seq: Sequence) -> str | None:
+        if seq.last_token in self.eos_token_ids and not seq.ignore_eos:
+            return "stop"
+        if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
+            return "length"
+        return None
+
+    def rollback(self, seqs: list[Sequence]) -> None:
+        """Undo a scheduled step that did not run: all its sequences wait again, in their order.
+        What the step may have written to their blocks is forgotten with the blocks."""
+        for seq in reversed(seqs):
+            (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
+            self.preempt(seq)
+
+    def abort(self, seq: Sequence) -> None:
+        """Forget a live request between steps and free its blocks; one not queued is ignored."""
+        for queue in (self.waiting, self.running):
+            if seq in queue:
+                queue.remove(seq)
+                self.block_manager.deallocate(seq)

@@ -1,0 +1,200 @@
+"""Attention over the paged KV pool, behind one function type with two implementations.
+
+`flash_attention` where CUDA and the flash-attn package can serve the model, `torch_attention`
+everywhere else; the latter is also what the tests hold every other path against.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.context import Context, get_context
+
+try:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+except (ImportError, OSError):  # not installed, or built for other libraries than are here
+    flash_attn_varlen_func = flash_attn_with_kvcache = None
+
+logger = logging.getLogger(__name__)
+
+# (q [T, heads, d], k and v [T, kv_heads, d] of this step, k_cache and v_cache [num_blocks,
+# block_size, kv_heads, d] in which k and v are stored already, context, scale) -> [T, heads, d].
+# Query position i of a sequence attends to its positions up to and including i.
+AttentionFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Context, float],
+    torch.Tensor,
+]
+
+
+def torch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context: Context,
+    scale: float,
+) -> torch.Tensor:
+    """Plain torch, any device, dtype, head_dim and block size. Reads lengths on the host, so it
+    does not go into a CUDA graph."""
+    if not context.is_prefill:
+        return _torch_decode(q, k_cache, v_cache, context, scale)
+    out = torch.empty_like(q)
+    ends_q, ends_k = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
+    for i in range(len(ends_q) - 1):
+        rows = slice(ends_q[i], ends_q[i + 1])
+        len_q, len_k = ends_q[i + 1] - ends_q[i], ends_k[i + 1] - ends_k[i]
+        keys, values = k[rows], v[rows]
+        if context.block_tables is not None:
+            slots = _slots(context.block_tables[i : i + 1], len_k, k_cache.shape[1])[0]
+            keys, values = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
+        # Query row r is position len_k - len_q + r: the causal mask is aligned bottom right.
+        mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+        out[rows] = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1),  # [heads, len_q, d]
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        ).transpose(0, 1)
+    return out
+
+
+def _torch_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+) -> torch.Tensor:
+    """One query position per sequence, all sequences at once, padded to the longest context."""
+    longest = int(context.context_lens.max())
+    slots = _slots(context.block_tables, longest, k_cache.shape[1])  # [N, L]
+    mask = torch.arange(longest, device=q.device) < context.context_lens.unsqueeze(1)  # [N, L]
+    out = F.scaled_dot_product_attention(
+        q.unsqueeze(2),  # [N, heads, 1, d]
+        k_cache.flatten(0, 1)[slots].transpose(1, 2),  # [N, kv_heads, L, d]
+        v_cache.flatten(0, 1)[slots].transpose(1, 2),
+        attn_mask=mask[:, None, None, :],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out.squeeze(2)
+
+
+def _slots(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
+    """Pool slots of positions 0..length-1: [N, length]. A table's -1 padding reads slot 0 and up,
+    whose (finite) content the caller masks out."""
+    positions = torch.arange(length, device=block_tables.device)
+    blocks = block_tables[:, positions // block_size].clamp_min(0).long()
+    return blocks * block_size + positions % block_size
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context: Context,
+    scale: float,
+) -> torch.Tensor:
+    """FlashAttention-2 (Dao 2023); CUDA, half precision, block size a multiple of 256."""
+    if context.is_prefill:
+        if context.block_tables is not None:  # history: this step's K/V are in the pool as well
+            k, v = k_cache, v_cache
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.cu_seqlens_k,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=context.block_tables,
+        )
+    return flash_attn_with_kvcache(
+        q.unsqueeze(1),  # [N, 1, heads, d]
+        k_cache,
+        v_cache,
+        cache_seqlens=context.context_lens,
+        block_table=context.block_tables,
+        softmax_scale=scale,
+        causal=True,
+    ).squeeze(1)
+
+
+def select_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> AttentionFunction:
+    """Choose the implementation, once per engine, and log the choice with its reason."""
+    reason = _why_not_flash(device, dtype, head_dim, block_size)
+    if reason is None:
+        logger.info("attention: flash-attn")
+        return flash_attention
+    # On a GPU the fall-back is slow and without CUDA graphs, which the user will want to know.
+    level = logging.WARNING if device.type == "cuda" else logging.INFO
+    logger.log(level, "attention: plain torch, since %s", reason)
+    return torch_attention
+
+
+def _why_not_flash(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if flash_attn_varlen_func is None:
+        return "flash-attn is not installed (pip install '.[cuda]')"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash-attn does not serve {dtype}"
+    if block_size % 256:
+        return f"flash-attn needs kvcache_block_size in multiples of 256, not {block_size}"
+    # Builds differ in the head sizes and GPUs they contain, so ask this one by a one-token run.
+    x = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
+    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    try:
+        flash_attn_varlen_func(x, x, x, ends, ends, 1, 1, causal=True)
+    except RuntimeError as error:
+        return f"this flash-attn build refuses head_dim {head_dim} here ({error})"
+    return None
+
+
+class Attention(nn.Module):
+    """Stores this step's K and V in its layer's part of the pool, then attends.
+
+    `k_cache` and `v_cache` are [num_blocks, block_size, kv_heads, head_dim] views, set by the
+    runner once the pool exists; until then (warm-up) nothing is stored.
+    """
+
+    def __init__(self, attention: AttentionFunction, scale: float) -> None:
+        super().__init__()
+        self.attention = attention
+        self.scale = scale
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]"""
+        context = get_context()
+        if self.k_cache.numel():
+            store_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+        return self.attention(q, k, v, self.k_cache, self.v_cache, context, self.scale)
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write k and v [T, kv_heads, d] to their slots [T] of the caches; slot -1 is skipped."""
+    if k.is_cuda:
+        from nanovllm.layers.kv_store import store_kv_triton
+
+        store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
+        return
+    kept = slot_mapping >= 0
+    k_cache.flatten(0, 1)[slot_mapping[kept].long()] = k[kept]
+    v_cache.flatten(0, 1)[slot_mapping[kept].long()] = v[kept]

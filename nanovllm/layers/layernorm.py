@@ -1,0 +1,34 @@
+"""RMSNorm, with the residual addition that precedes it in a transformer block."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.linear import set_replicated_loader
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    Statistics are taken in float32, and the product with the weight in the input's dtype, as
+    transformers does.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        set_replicated_loader(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size]"""
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype) * self.weight
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); residual None stands for zero."""
+        if residual is not None:
+            x = x + residual
+        return self(x), x

@@ -1,0 +1,164 @@
+"""Linear layers split over tensor-parallel ranks, and how each takes its part of a stored weight.
+
+A stored weight is [out_features, in_features]. Every parameter has a `weight_loader(source,
+shard_id)`: `source` is a safetensors slice (or anything with `get_shape()` and indexing), of which
+only this rank's part is read; `shard_id` says which of several stored weights fused into one
+parameter this is.
+"""
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.parallel import TensorParallel
+
+
+class WeightSource(Protocol):
+    """One stored tensor, not read yet."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def check_shape(source: WeightSource, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless the stored tensor has exactly the expected shape."""
+    if tuple(source.get_shape()) != expected:
+        raise ValueError(
+            f"has shape {tuple(source.get_shape())}, but config.json implies {expected}"
+        )
+
+
+def set_replicated_loader(param: nn.Parameter) -> None:
+    """Let `param` be loaded whole on every rank."""
+
+    def load(source: WeightSource, shard_id: Hashable = None) -> None:
+        check_shape(source, tuple(param.shape))
+        param.data.copy_(source[:])
+
+    param.weight_loader = load
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """Several column-parallel projections of one input, fused: y = x [W_0; W_1; ...]^T.
+
+    Each output part is split over the ranks on its own, so the fused output of a rank is
+    [part_0 / size, part_1 / size, ...], in that order. No communication.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[Hashable, int],
+        bias: bool,
+        tp: TensorParallel,
+        what: str = "the layer's width",
+    ) -> None:
+        """parts: shard id -> its whole width; raises ValueError if `tp.size` does not divide one."""
+        super().__init__()
+        self.in_features = in_features
+        # shard id -> (rows stored, first row read, first row here, rows here)
+        self.shards: dict[Hashable, tuple[int, int, int, int]] = {}
+        offset = 0
+        for shard_id, width in parts.items():
+            local = tp.divide(width, what)
+            self.shards[shard_id] = (width, tp.rank * local, offset, local)
+            offset += local
+        self._make_parameters(offset, bias)
+
+    def _make_parameters(self, out_features: int, bias: bool) -> None:
+        self.weight = nn.Parameter(torch.empty(out_features, self.in_features), requires_grad=False)
+        self.weight.weight_loader = lambda source, shard_id: self._load(
+            self.weight, source, shard_id, (self.in_features,)
+        )
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
+            self.bias.weight_loader = lambda source, shard_id: self._load(
+                self.bias, source, shard_id, ()
+            )
+
+    def _load(
+        self, param: nn.Parameter, source: WeightSource, shard_id: Hashable, tail: tuple[int, ...]
+    ) -> None:
+        stored, first, offset, rows = self.shards[shard_id]
+        check_shape(source, (stored, *tail))
+        param.data[offset : offset + rows].copy_(source[first : first + rows])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)  # [T, in] -> [T, out / size]
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Fused q, k and v projections, split by heads: shard ids "q", "k", "v".
+
+    With fewer KV heads than ranks each KV head is kept on size / num_kv_heads neighbouring ranks,
+    which are just the ranks that hold its query heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        tp: TensorParallel,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features = hidden_size
+        self.num_heads = tp.divide(num_heads, "num_attention_heads")
+        if num_kv_heads >= tp.size:
+            self.num_kv_heads = tp.divide(num_kv_heads, "num_key_value_heads")
+        elif tp.size % num_kv_heads == 0:
+            self.num_kv_heads = 1
+        else:
+            raise ValueError(
+                f"num_key_value_heads ({num_kv_heads}) does not divide "
+                f"tensor_parallel_size={tp.size}, so the heads cannot be replicated evenly"
+            )
+        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        first_kv = tp.rank * num_kv_heads // tp.size * head_dim
+        self.shards = {
+            "q": (num_heads * head_dim, tp.rank * q, 0, q),
+            "k": (num_kv_heads * head_dim, first_kv, q, kv),
+            "v": (num_kv_heads * head_dim, first_kv, q + kv, kv),
+        }
+        self._make_parameters(q + 2 * kv, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x_r W_r^T: the input is split, the output is whole on every rank."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        tp: TensorParallel,
+        what: str = "the layer's input width",
+    ) -> None:
+        """Raises ValueError if `tp.size` does not divide in_features."""
+        super().__init__()
+        self.tp = tp
+        local = tp.divide(in_features, what)
+        first = tp.rank * local
+        self.weight = nn.Parameter(torch.empty(out_features, local), requires_grad=False)
+
+        def load(source: WeightSource, shard_id: Hashable = None) -> None:
+            check_shape(source, (out_features, in_features))
+            self.weight.data.copy_(source[:, first : first + local])
+
+        self.weight.weight_loader = load
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
+            set_replicated_loader(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The sum over ranks would count the bias `size` times: only rank 0 adds it.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(F.linear(x, self.weight, bias))  # [T, in / size] -> [T, out]

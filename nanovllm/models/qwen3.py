@@ -1,0 +1,161 @@
+"""Qwen3ForCausalLM: the dense Qwen3 decoder, written for any number of tensor-parallel ranks.
+
+    embedding -> N x [RMSNorm, attention, RMSNorm, SwiGLU MLP] -> RMSNorm -> LM head
+
+T is the number of positions of the step, N of its sequences. Weights arrive through utils/loader.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.attention import Attention, AttentionFunction
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.hf import ModelConfig
+from nanovllm.utils.parallel import TensorParallel
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with per-head RMSNorm of q and k before RoPE."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFunction,
+        rotary: RotaryEmbedding,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.attention_bias,
+            tp,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            config.attention_bias,
+            tp,
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.rotary = rotary
+        self.attn = Attention(attention, config.head_dim**-0.5)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv, d]
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
+        return self.o_proj(self.attn(q, k, v).flatten(1))  # [T, hidden]
+
+
+class Qwen3MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, {"gate": width, "up": width}, False, tp, "intermediate_size"
+        )
+        self.down_proj = RowParallelLinear(
+            width, config.hidden_size, False, tp, "intermediate_size"
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """One block. The residual stream travels beside the hidden states, so that each norm can do
+    the addition before it as well."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFunction,
+        rotary: RotaryEmbedding,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, attention, rotary, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config, tp)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    """Token ids to normalized hidden states."""
+
+    def __init__(
+        self, config: ModelConfig, attention: AttentionFunction, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        # One table for all layers.
+        rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, attention, rotary, tp)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return self.norm.add_norm(hidden, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model as the runner sees it: `forward`, then `compute_logits`, inside one Context."""
+
+    # module here -> {stored module: shard id}
+    packed_modules_mapping = {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": "gate", "up_proj": "up"},
+    }
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFunction,
+        tp: TensorParallel = TensorParallel(),
+    ) -> None:
+        """Parameters are allocated, not filled, on torch's current default device and dtype.
+        Raises ValueError naming both numbers if a part cannot be split over `tp.size` ranks."""
+        super().__init__()
+        self.model = Qwen3Model(config, attention, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        self.ignored_tensors: frozenset[str] = frozenset()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+            self.ignored_tensors = frozenset({"lm_head.weight"})
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T], [T] int -> [T, hidden]"""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[T, hidden] -> [N, vocab_size] on rank 0, None elsewhere."""
+        return self.lm_head(hidden)

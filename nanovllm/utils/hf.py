@@ -1,0 +1,146 @@
+"""What is read from a Hugging Face folder besides weights: model shape, EOS ids, tokenizer.
+
+All guessing about file layouts of different transformers versions happens here.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a Qwen3 model, in Hugging Face's names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+
+
+def load_model_config(folder: str) -> ModelConfig:
+    """Read config.json. Raises ValueError for a missing or unreadable file, another architecture,
+    or a feature that this engine would otherwise silently ignore."""
+    model_type = _read_json(folder, "config.json").get("model_type")
+    if model_type != "qwen3":
+        raise ValueError(
+            f"{folder}: config.json says model_type {model_type!r}; only 'qwen3' is supported"
+        )
+    from transformers import AutoConfig
+
+    try:
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds, all about this one file
+        raise ValueError(f"{folder}: transformers cannot read config.json: {error}") from error
+    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+        if not isinstance(getattr(hf, name), int) or getattr(hf, name) < 1:
+            raise ValueError(f"{folder}: config.json: {name} must be an int >= 1")
+    num_kv_heads = hf.num_key_value_heads or hf.num_attention_heads
+    if hf.num_attention_heads % num_kv_heads:
+        raise ValueError(
+            f"{folder}: config.json: num_attention_heads ({hf.num_attention_heads}) is not a "
+            f"multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    if hf.hidden_act != "silu":
+        raise ValueError(f"{folder}: hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
+    if hf.use_sliding_window:
+        raise ValueError(f"{folder}: use_sliding_window is not supported")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim % 2:
+        raise ValueError(f"{folder}: head_dim ({head_dim}) must be even for rotary embedding")
+    # 4.x calls it torch_dtype, 5.x dtype and gives a torch.dtype or a string.
+    dtype = str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in DTYPES[1:]:
+        raise ValueError(f"{folder}: dtype {dtype!r} is not one of {', '.join(DTYPES[1:])}")
+    return ModelConfig(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_hidden_layers=hf.num_hidden_layers,
+        num_attention_heads=hf.num_attention_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_theta=_rope_theta(folder, hf),
+        attention_bias=bool(hf.attention_bias),
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        dtype=dtype,
+    )
+
+
+def _rope_theta(folder: str, hf: Any) -> float:
+    """The base of the rotary angles. 5.x nests it in `rope_parameters`, some files in
+    `rope_scaling`; where it is nested, 4.x fills the top level with a default that means nothing."""
+    theta = getattr(hf, "rope_theta", None)
+    for name in ("rope_scaling", "rope_parameters"):
+        nested = getattr(hf, name, None) or {}
+        rope_type = nested.get("rope_type") or nested.get("type") or "default"
+        if rope_type != "default":
+            raise ValueError(f"{folder}: RoPE type {rope_type!r} is not supported, only 'default'")
+        theta = nested.get("rope_theta") or theta
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"{folder}: config.json: rope_theta must be a number > 0, got {theta!r}")
+    return float(theta)
+
+
+def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+    """The folder's fast tokenizer. Raises ValueError if there is none or it cannot be read."""
+    from transformers import AutoTokenizer
+
+    if not os.path.isfile(os.path.join(folder, "tokenizer.json")) and not os.path.isfile(
+        os.path.join(folder, "vocab.json")
+    ):
+        raise ValueError(
+            f"{folder}: no tokenizer.json (or vocab.json and merges.txt): copy the tokenizer files "
+            "of the model into the folder"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above
+        raise ValueError(f"{folder}: transformers cannot read the tokenizer: {error}") from error
+
+
+def load_eos_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """Ids that end a completion: generation_config.json's (one or a list) where it names any, and
+    the tokenizer's own."""
+    ids: Any = None
+    if os.path.isfile(os.path.join(folder, "generation_config.json")):
+        ids = _read_json(folder, "generation_config.json").get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"{folder}: generation_config.json: eos_token_id must be ints, got {ids}")
+    own = tokenizer.eos_token_id
+    return frozenset(ids) | (frozenset() if own is None else {own})
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = os.path.join(folder, name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder}: no {name}; is it a model folder in Hugging Face format?"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
