@@ -17,7 +17,7 @@ class Block:
     """One physical block. `hash` and `token_ids` are set once the block is full and its K/V
     written, and outlive its last owner: a free block can still be hit until it is reused."""
 
-    __slots__ = ("block_id", "ref_count", "hash", "token_ids")
+    __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -78,7 +78,7 @@ class BlockManager:
         assert not seq.block_table and num_cached_blocks >= 0
         hits = self._find_hits(seq)[:num_cached_blocks]
         assert len(hits) == num_cached_blocks
-        # Hits first: a hit on a free block must leave the queue before new blocks are drawn from it.
+        # Hits first: one on a free block must leave the queue before new blocks are drawn from it.
         for block in hits:
             if block.ref_count == 0:
                 del self.free_block_ids[block.block_id]
