@@ -66,9 +66,7 @@ class ModelRunner:
         self.graphs: CudaGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager:
             if attention is torch_attention:
-                logger.warning(
-                    "CUDA graphs: off, since the torch attention path cannot be captured"
-                )
+                logger.warning("CUDA graphs: off, since plain torch attention cannot be captured")
             else:
                 self.graphs = self._capture_graphs()
         logger.info(

@@ -97,8 +97,9 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Logical blocks that `num_tokens` positions need. Right after the token that opens a new
-        block was accepted this is one more than `len(block_table)`: see `BlockManager.can_append`."""
+        """Logical blocks that `num_tokens` positions need. Just after the token that opens a new
+        block was accepted it is one more than `len(block_table)`: see `BlockManager.can_append`.
+        """
         return -(-self.num_tokens // self.block_size)
 
     @property

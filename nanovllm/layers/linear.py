@@ -57,7 +57,7 @@ class MergedColumnParallelLinear(nn.Module):
         tp: TensorParallel,
         what: str = "the layer's width",
     ) -> None:
-        """parts: shard id -> its whole width; raises ValueError if `tp.size` does not divide one."""
+        """parts: shard id -> whole width. Raises ValueError if `tp.size` does not divide one."""
         super().__init__()
         self.in_features = in_features
         # shard id -> (rows stored, first row read, first row here, rows here)

@@ -5,6 +5,8 @@
 T is the number of positions of the step, N of its sequences. Weights arrive through utils/loader.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -131,7 +133,7 @@ class Qwen3ForCausalLM(nn.Module):
     """The model as the runner sees it: `forward`, then `compute_logits`, inside one Context."""
 
     # module here -> {stored module: shard id}
-    packed_modules_mapping = {
+    packed_modules_mapping: ClassVar = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": "gate", "up_proj": "up"},
     }

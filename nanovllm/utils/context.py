@@ -36,7 +36,7 @@ _context: ContextVar[Context] = ContextVar("nanovllm_context")
 
 @contextmanager
 def use_context(context: Context) -> Iterator[None]:
-    """Make `context` the current one inside the `with` block; it is gone after it, also on error."""
+    """Make `context` the current one inside the `with` block; it is gone after, also on error."""
     token = _context.set(context)
     try:
         yield

@@ -87,7 +87,7 @@ def load_model_config(folder: str) -> ModelConfig:
 
 def _rope_theta(folder: str, hf: Any) -> float:
     """The base of the rotary angles. 5.x nests it in `rope_parameters`, some files in
-    `rope_scaling`; where it is nested, 4.x fills the top level with a default that means nothing."""
+    `rope_scaling`; 4.x then fills the top level with a default that means nothing."""
     theta = getattr(hf, "rope_theta", None)
     for name in ("rope_scaling", "rope_parameters"):
         nested = getattr(hf, name, None) or {}

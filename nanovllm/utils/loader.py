@@ -46,18 +46,15 @@ def expected_tensors(model: nn.Module) -> dict[str, tuple[WeightLoader, Hashable
     parameter or one shard of it, so that a matching set of names fills each exactly once."""
     expected: dict[str, tuple[WeightLoader, Hashable]] = {}
     for name, param in model.named_parameters():  # a tied weight is listed once
-        prefix, module, leaf = (
-            name.rsplit(".", 2) if name.count(".") > 1 else ("", *name.split("."))
-        )
+        *prefix, module, leaf = name.split(".")
         parts = model.packed_modules_mapping.get(module, {module: None})
         for part, shard_id in parts.items():
-            stored = ".".join(filter(None, (prefix, part, leaf)))
-            expected[stored] = (param.weight_loader, shard_id)
+            expected[".".join((*prefix, part, leaf))] = (param.weight_loader, shard_id)
     return expected
 
 
 def _open_tensors(folder: str, stack: ExitStack) -> dict[str, tuple[str, safe_open]]:
-    """Tensor name -> (path, open file). With an index the index decides; stray files are ignored."""
+    """Tensor name -> (path, open file). With an index the index decides; strays are ignored."""
     index_path = os.path.join(folder, "model.safetensors.index.json")
     weight_map: dict[str, str] | None = None
     if os.path.isfile(index_path):
@@ -79,7 +76,7 @@ def _open_tensors(folder: str, stack: ExitStack) -> dict[str, tuple[str, safe_op
             raise ValueError(
                 f"{path} cannot be read: {error}; is the download complete?"
             ) from error
-        for name in file.keys():
+        for name in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
             if weight_map is not None and weight_map.get(name) != os.path.basename(path):
                 continue
             if name in sources:
