@@ -1,0 +1,137 @@
+"""Watching a running engine from inside the model, and comparing logits. CPU, and eager GPU: a
+replayed CUDA graph runs no Python, so no hook fires."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.context import Context, get_context
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One `step()`: what the model was fed and gave, and what was returned."""
+
+    seqs: list[Sequence]
+    last_positions: list[int]  # of each sequence: the one whose logits are sampled from
+    input_ids: list[int]
+    positions: list[int]
+    context: Context  # as an attention layer read it
+    hidden: torch.Tensor  # [T, hidden]
+    logits: torch.Tensor  # [N, vocab]
+    last_rows: list[int]  # rows of `hidden` that the logits belong to, found by comparing
+    finished: list[tuple[int, list[int]]]
+    num_tokens: int
+    num_free_blocks: int
+
+
+class Watch:
+    """Records every step of an engine, from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.steps: list[Step] = []
+        self._seen: dict[str, Any] = {}
+        self._run = llm.model_runner.run
+        llm.model_runner.run = self._on_run
+        model = llm.model_runner.model
+        model.register_forward_hook(self._on_model)
+        model.lm_head.register_forward_hook(self._on_lm_head)
+        first = next(module for module in model.modules() if isinstance(module, Attention))
+        first.register_forward_pre_hook(lambda *_: self._seen.update(context=get_context()))
+
+    def _on_run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+        self._seen.update(seqs=list(seqs), last_positions=[end - 1 for end in ends])
+        return self._run(seqs, is_prefill)
+
+    def _on_model(self, module: Any, args: Any, hidden: torch.Tensor) -> None:
+        input_ids, positions = args
+        self._seen.update(
+            input_ids=input_ids.tolist(), positions=positions.tolist(), hidden=hidden.clone()
+        )
+
+    def _on_lm_head(self, lm_head: Any, args: Any, logits: torch.Tensor) -> None:
+        every_row = self._seen["hidden"] @ lm_head.weight.T
+        nearest = torch.cdist(logits, every_row).argmin(dim=1).tolist()
+        self._seen.update(logits=logits.clone(), last_rows=nearest)
+
+    def step(self) -> Step:
+        """Run one step of the engine and return its record."""
+        self._seen = {}
+        finished, num_tokens = self.llm.step()
+        free = self.llm.scheduler.block_manager.free_block_ids
+        step = Step(
+            **self._seen, finished=finished, num_tokens=num_tokens, num_free_blocks=len(free)
+        )
+        self.steps.append(step)
+        return step
+
+    def run(self) -> list[Step]:
+        """Run until the engine is finished; the records of these steps."""
+        first = len(self.steps)
+        while not self.llm.is_finished():
+            self.step()
+        return self.steps[first:]
+
+    def logits_of(self, seq: Sequence) -> dict[int, torch.Tensor]:
+        """Position -> the logits [vocab] at it, wherever they were computed for `seq`."""
+        return {
+            position: step.logits[row]
+            for step in self.steps
+            for row, (other, position) in enumerate(
+                zip(step.seqs, step.last_positions, strict=True)
+            )
+            if other is seq
+        }
+
+
+def add(llm: LLM, token_ids: list[int], **params: Any) -> Sequence:
+    """`add_request`, greedy and without EOS unless `params` say otherwise; its Sequence."""
+    llm.add_request(token_ids, SamplingParams(**{**GREEDY, **params}))
+    return llm.scheduler.waiting[-1]
+
+
+def progress(seq: Sequence) -> str:
+    """total/cached, as worked examples write it."""
+    return f"{seq.num_tokens}/{seq.num_cached_tokens}"
+
+
+def random_ids(count: int, seed: int = 0, below: int = 701) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, below, (count,), generator=generator).tolist()
+
+
+def script(llm: LLM, emit: Callable[[Sequence], int]) -> None:
+    """Replace the model by a fake that gives `emit(seq)` for each sequence of a step."""
+    llm.model_runner.run = lambda seqs, is_prefill: [emit(seq) for seq in seqs]
+
+
+def assert_logits_agree(
+    what: str,
+    actual: dict[int, torch.Tensor],
+    reference: dict[int, torch.Tensor],
+    tolerance: float = 1e-4,
+) -> None:
+    """At every position of `reference`: max absolute error and relative L2 within `tolerance`, and
+    the same top-1 token. All three are reported."""
+    assert reference, f"{what}: nothing to compare"
+    missing = reference.keys() - actual.keys()
+    assert not missing, f"{what}: no logits at positions {sorted(missing)}"
+    a = torch.stack([actual[position] for position in reference])
+    r = torch.stack([reference[position] for position in reference])
+    max_error = float((a - r).abs().max())
+    relative_l2 = float((a - r).norm() / r.norm())
+    top_1 = float((a.argmax(dim=1) == r.argmax(dim=1)).float().mean())
+    report = (
+        f"{what}: max abs error {max_error:.2e}, relative L2 {relative_l2:.2e}, "
+        f"top-1 agreement {top_1:.4f} over {len(r)} positions (tolerance {tolerance:.0e})"
+    )
+    assert max_error <= tolerance and relative_l2 <= tolerance and top_1 == 1.0, report
