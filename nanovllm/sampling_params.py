@@ -1,17 +1,35 @@
 """SamplingParams: what one request asks of the sampler and of the stop rule, validated once."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
+
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Per-request settings, in vLLM's names and meanings.
 
+    Which token:
     temperature: divides the logits before sampling; 0 is greedy (argmax). Finite, >= 0.
-    max_tokens: completion tokens after which the request finishes with "length". An int >= 1.
+    top_k: sample among the k most probable tokens (ties with the k-th included); 0 or -1: all.
+    top_p: then among the smallest set of most probable tokens whose share is >= top_p, in (0, 1].
+    min_p: only tokens at least min_p times as probable as the best one, in [0, 1]. Applied first.
+    seed: 64 bits that fix this request's randomness: with equal logits the same seed gives the
+        same tokens, whatever else is in the batch. None draws a fresh one.
+
+    When it ends:
+    max_tokens: completion tokens after which the request finishes with "length", >= 1.
+    min_tokens: no EOS, stop id or stop string ends it before so many, 0..max_tokens.
     ignore_eos: go on after an end-of-sequence id (for benchmarks).
+    stop: strings that end the completion; the text is cut before the one found first.
+    stop_token_ids: ids that end it as an EOS does.
+
+    What is reported:
+    logprobs: for each token, the log-probabilities (of the model: before temperature and the
+        filters) of the n best and of the token itself; 0..20, None for none.
 
     Raises TypeError for a value of the wrong type, ValueError for one out of bounds.
     """
@@ -19,20 +37,64 @@ class SamplingParams:
     temperature: float = 1.0
     max_tokens: int = 64
     ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    stop: str | Iterable[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # bool is an int in Python; a request for True tokens is a mistake, not a wish for one.
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
-            raise TypeError(
-                f"temperature must be a number >= 0 (0 is greedy), got {self.temperature!r}"
-            )
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(
-                f"temperature must be finite and >= 0 (0 is greedy), got {self.temperature!r}"
-            )
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
-            raise TypeError(f"max_tokens must be an int >= 1, got {self.max_tokens!r}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens!r}")
+        _check_number("temperature", self.temperature, "finite and >= 0 (0 is greedy)", 0)
+        _check_int("max_tokens", self.max_tokens, 1)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        _check_int("top_k", self.top_k, -1)
+        _check_number("top_p", self.top_p, "in (0, 1]", math.ulp(0.0), 1)
+        _check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        # Kept as tuples, so that a caller's list can change without changing a running request.
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
+
+
+def _check_number(
+    name: str, value: object, bounds: str, low: float, high: float = math.inf
+) -> None:
+    # bool is an int in Python; a request for a temperature of True is a mistake.
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{name} must be {bounds}, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    bounds = f">= {low}" if high is None else f"in {low}..{high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {bounds}, got {value!r}")
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or any(not isinstance(s, str) for s in strings):
+        raise TypeError(f"stop must be a string or a list of strings, got {stop!r}")
+    if "" in strings:
+        raise ValueError("stop must not hold an empty string: it would end every completion")
+    return tuple(strings)
+
+
+def _checked_ids(ids: object) -> tuple[int, ...]:
+    ids = () if ids is None else ids
+    if not isinstance(ids, (list, tuple)):
+        raise TypeError(f"stop_token_ids must be a list of ints >= 0, got {ids!r}")
+    for token_id in ids:
+        _check_int("each of stop_token_ids", token_id, 0)
+    return tuple(ids)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.utils.context import Context
 
 
@@ -80,12 +81,46 @@ def decode_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
     return StepInputs(input_ids, positions, context)
 
 
-def temperatures(seqs: list[Sequence], device: torch.device) -> torch.Tensor | None:
-    """[N] float32 for the sampler, or None when every sequence is greedy."""
+def sampling_inputs(
+    seqs: list[Sequence], eos_token_ids: frozenset[int], vocab_size: int, device: torch.device
+) -> SamplingInputs:
+    """What the sampler needs for one token of each sequence; what nobody asks for stays None."""
+    banned = _banned(seqs, eos_token_ids, device)
     if all(seq.temperature == 0 for seq in seqs):
+        return SamplingInputs(banned=banned)
+    params = [seq.sampling_params for seq in seqs]
+    # As numbers that switch the filter off where a row does not use it.
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
+
+    def upload(numbers: list, dtype: torch.dtype) -> torch.Tensor:
+        return _to_device(torch.tensor(numbers, dtype=dtype), device)
+
+    return SamplingInputs(
+        temperatures=upload([seq.temperature for seq in seqs], torch.float32),
+        # Seeds are 64 bits; int64 holds the upper half of them as negative numbers.
+        seeds=upload([(seq.seed + 2**63) % 2**64 - 2**63 for seq in seqs], torch.int64),
+        positions=upload([len(seq) for seq in seqs], torch.int64),
+        top_k=upload(top_k, torch.int32) if min(top_k) < vocab_size else None,
+        top_p=upload(top_p, torch.float32) if min(top_p) < 1 else None,
+        min_p=upload(min_p, torch.float32) if max(min_p) > 0 else None,
+        banned=banned,
+    )
+
+
+def _banned(
+    seqs: list[Sequence], eos_token_ids: frozenset[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(rows, ids) that would end a sequence before its min_tokens."""
+    pairs = []
+    for row, seq in enumerate(seqs):
+        if seq.num_completion_tokens < seq.sampling_params.min_tokens:
+            ids = set(seq.sampling_params.stop_token_ids)
+            pairs += [(row, i) for i in ids | (set() if seq.ignore_eos else eos_token_ids)]
+    if not pairs:
         return None
-    host = torch.tensor([seq.temperature for seq in seqs], dtype=torch.float32)
-    return _to_device(host, device)
+    rows, ids = _to_device(torch.tensor(pairs).T.contiguous(), device)
+    return rows, ids
 
 
 def _padded_tables(seqs: list[Sequence]) -> np.ndarray:

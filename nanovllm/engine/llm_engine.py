@@ -2,37 +2,36 @@
 
 import os
 import weakref
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, TypedDict
+from typing import Any
 
 from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prompts import (
+    Conversation,
+    Prompt,
+    check_ids,
+    checked_params,
+    paired,
+    render_chat,
+    token_ids_of,
+)
+from nanovllm.engine.request import Completion, Increment, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hf import load_eos_token_ids, load_model_config, load_tokenizer
 
-Prompt = str | list[int]
-
-
-class Completion(TypedDict):
-    """One prompt's result. token_ids: the completion only, a final EOS id included;
-    text: token_ids decoded without special tokens; finish_reason: "stop" (EOS) or "length"."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-
 
 class LLMEngine:
     """Owns the tokenizer, the scheduler and the model runner.
 
-    `generate` is the whole loop; `add_request` and `step` are its parts, for callers who drive it
-    themselves. Not thread-safe.
+    `generate`, `chat` and `stream` are whole loops; `add_request`, `step` and `abort` are their
+    parts, for callers who drive it themselves. Not thread-safe.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
@@ -51,10 +50,11 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(config.model)
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
-        self.model_runner = ModelRunner(self.config, model_config)
+        self.model_runner = ModelRunner(self.config, model_config, eos_token_ids)
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
+        self.requests: dict[int, Request] = {}  # the live ones, by seq_id
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -76,9 +76,18 @@ class LLMEngine:
         id outside the vocabulary, or leaves no room within max_model_len or the KV pool.
         """
         self._check_running()
-        seq = self._make_sequence(prompt, sampling_params)
-        self.scheduler.add(seq)
-        return seq.seq_id
+        request = self._make_request(prompt, checked_params(sampling_params))
+        self._add([request])
+        return request.seq.seq_id
+
+    def abort(self, request_id: int) -> bool:
+        """Forget a request (the `seq_id` from `add_request`) and free its blocks. False if it is
+        not live: finished, aborted before, or never added."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return False
+        self.scheduler.abort(request.seq)
+        return True
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step; when it returns, its tokens are accepted.
@@ -97,9 +106,22 @@ class LLMEngine:
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
             self.scheduler.rollback(seqs)
             raise
+        accepted = [seq.completes_in_this_step for seq in seqs]
         self.scheduler.postprocess(seqs, token_ids, is_prefill)
+        for seq, accepts, logprobs in zip(seqs, accepted, self.model_runner.logprobs, strict=True):
+            if accepts:
+                self._update_request(seq, logprobs)
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished]
         return finished, num_tokens if is_prefill else -num_tokens
+
+    def _update_request(self, seq: Sequence, logprobs: dict[int, float] | None) -> None:
+        request = self.requests.get(seq.seq_id)
+        if request is None:  # added to the scheduler by hand
+            return
+        if request.accept(logprobs) and not seq.is_finished:
+            self.scheduler.finish(seq, "stop")
+        if seq.is_finished:
+            del self.requests[seq.seq_id]
 
     def generate(
         self,
@@ -117,93 +139,133 @@ class LLMEngine:
         the caller, and the engine can be used again.
         """
         self._check_running()
-        seqs = self._make_sequences(prompts, sampling_params)
-        for seq in seqs:
-            self.scheduler.add(seq)
+        requests = self._make_requests(paired(prompts, sampling_params))
+        self._add(requests)
         try:
-            self._run_until_finished(seqs, use_tqdm)
-        except BaseException:
-            for seq in seqs:
-                self.scheduler.abort(seq)
-            raise
-        return [
-            Completion(
-                text=self.tokenizer.decode(seq.completion_token_ids, skip_special_tokens=True),
-                token_ids=seq.completion_token_ids,
-                finish_reason=seq.finish_reason,
-            )
-            for seq in seqs
-        ]
+            self._run_until_finished(requests, use_tqdm)
+        finally:
+            self._drop(requests)
+        return [request.completion() for request in requests]
 
-    def _run_until_finished(self, seqs: list[Sequence], use_tqdm: bool) -> None:
-        left = {seq.seq_id for seq in seqs}
+    def chat(
+        self,
+        conversations: Conversation | list[Conversation],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[Completion]:
+        """`generate` on conversations rendered by the tokenizer's chat template.
+
+        conversations: messages ({"role": ..., "content": ...}), or a list of such lists.
+        Raises ValueError if there is no template, TypeError for another shape.
+        """
+        prompts = render_chat(conversations, self.tokenizer, add_generation_prompt)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Iterator[Increment]:
+        """As `generate`, but yield each prompt's text and ids as they come.
+
+        Text comes in whole characters, and only what no stop string can still cut. Bad input
+        raises here, at once. Closing the iterator, or an exception in the caller's loop, drops
+        what is not finished.
+        """
+        self._check_running()
+        requests = self._make_requests(paired(prompts, sampling_params), streamed=True)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[Request]) -> Iterator[Increment]:
+        self._add(requests)
+        try:
+            left = dict(enumerate(requests))
+            while left:
+                self.step()
+                for index, request in list(left.items()):
+                    increment = request.increment(index)
+                    if request.seq.is_finished:
+                        del left[index]
+                    if increment is not None:
+                        yield increment
+        finally:
+            self._drop(requests)
+
+    def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
+        left = {request.seq.seq_id for request in requests}
         speed = {True: 0.0, False: 0.0}  # tok/s of the latest prefill and decode step
-        with tqdm(total=len(seqs), desc="Generating", disable=not use_tqdm) as bar:
+        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             while left:
                 start = perf_counter()
                 finished, num_tokens = self.step()
                 speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
-                bar.set_postfix(
-                    {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"},
-                    refresh=False,
-                )
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
-                bar.update(len(done))
+                if use_tqdm:
+                    bar.set_postfix(self._progress(speed), refresh=False)
+                    bar.update(len(done))
 
-    def _make_sequences(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None,
-    ) -> list[Sequence]:
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise TypeError(f"prompts must be a list of texts or token-id lists, got {prompts!r}")
-        if not prompts:
-            raise ValueError("prompts is empty: give at least one prompt")
-        if isinstance(sampling_params, (list, tuple)):
-            if len(sampling_params) != len(prompts):
-                raise ValueError(
-                    f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one "
-                    "for all, or one for each"
-                )
-        else:
-            sampling_params = [sampling_params] * len(prompts)
-        seqs = []
-        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+    def _progress(self, speed: dict[bool, float]) -> dict[str, str]:
+        shown = {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"}
+        manager = self.scheduler.block_manager
+        shown["KV"] = f"{len(manager.used_block_ids) / len(manager.blocks):.0%}"
+        if self.scheduler.num_preemptions:
+            shown["preemptions"] = str(self.scheduler.num_preemptions)
+        return shown
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since start, and the state now.
+
+        steps, prefill_tokens and decode_tokens (positions computed), prefix_hit_tokens (positions
+        taken from the pool instead), preemptions, graph_replays and graph_misses (decode steps
+        with and without a CUDA graph); waiting and running (queue lengths), kv_blocks,
+        kv_blocks_used, kv_usage (their share, 0 to 1).
+        """
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        return {
+            "steps": scheduler.num_steps,
+            "prefill_tokens": scheduler.num_prefill_tokens,
+            "decode_tokens": scheduler.num_decode_tokens,
+            "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "graph_replays": self.model_runner.num_graph_replays,
+            "graph_misses": self.model_runner.num_graph_misses,
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "kv_blocks": len(manager.blocks),
+            "kv_blocks_used": len(manager.used_block_ids),
+            "kv_usage": len(manager.used_block_ids) / len(manager.blocks),
+        }
+
+    def _make_requests(
+        self, pairs: list[tuple[Prompt, SamplingParams]], streamed: bool = False
+    ) -> list[Request]:
+        requests = []
+        for i, (prompt, params) in enumerate(pairs):
             try:
-                seq = self._make_sequence(prompt, params)
-                self.scheduler.check(seq)
+                requests.append(self._make_request(prompt, params, streamed))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {i}: {error}") from error
-            seqs.append(seq)
-        return seqs
+        return requests
 
-    def _make_sequence(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Sequence:
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt)
-            if not token_ids:
-                raise ValueError(f"the prompt {prompt!r} tokenizes to nothing: give some text")
-        else:
-            token_ids = self._checked_ids(prompt)
-        return Sequence(token_ids, sampling_params, self.config.kvcache_block_size)
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams, streamed: bool = False
+    ) -> Request:
+        check_ids(params.stop_token_ids, self.vocab_size, "stop token id")
+        token_ids = token_ids_of(prompt, self.tokenizer, self.vocab_size)
+        seq = Sequence(token_ids, params, self.config.kvcache_block_size)
+        self.scheduler.check(seq)
+        return Request(seq, self.tokenizer, streamed)
 
-    def _checked_ids(self, prompt: AbstractSequence[int]) -> list[int]:
-        if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
-        if not prompt:
-            raise ValueError("the prompt has no token ids: give at least one")
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TypeError(f"token ids must be ints, got {token_id!r}")
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(
-                    f"token id {token_id} is outside the vocabulary 0..{self.vocab_size - 1}"
-                )
-        return list(prompt)
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.scheduler.add(request.seq)
+            self.requests[request.seq.seq_id] = request
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.abort(request.seq.seq_id)
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graphs import CudaGraphs
-from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, temperatures
+from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, sampling_inputs
 from nanovllm.engine.kv_cache import (
     allocate_kv_cache,
     check_pool,
@@ -19,7 +19,7 @@ from nanovllm.engine.kv_cache import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import select_attention, torch_attention
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
 from nanovllm.utils.hf import ModelConfig
@@ -30,16 +30,26 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Start-up, in this order: device, model, weights, sampler, warm-up at the largest prefill
-    shape, KV pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
+    """Start-up, in this order: device, model, weights, warm-up at the largest prefill shape, KV
+    pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
+
+    `logprobs` holds, for each row of the latest run, {id: log-probability} or None.
     """
 
     def __init__(
-        self, config: Config, model_config: ModelConfig, tp: TensorParallel = TensorParallel()
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        eos_token_ids: frozenset[int],
+        tp: TensorParallel = TensorParallel(),
     ) -> None:
-        """config.max_model_len must be cut to the model's already. Raises ValueError for a
-        checkpoint that does not match, a missing device, or too little memory."""
+        """config.max_model_len must be cut to the model's already; eos_token_ids are held back by
+        `min_tokens`. Raises ValueError for a checkpoint that does not match, a missing device, or
+        too little memory."""
         self.config = config
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < model_config.vocab_size)
+        self.logprobs: list[dict[int, float] | None] = []
+        self.num_graph_replays = self.num_graph_misses = 0
         self.device = _resolve_device(config.device, tp.rank)
         self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
@@ -49,7 +59,6 @@ class ModelRunner:
         with _defaults(self.device, self.dtype):
             self.model = Qwen3ForCausalLM(model_config, attention, tp)
         load_weights(self.model, config.model)
-        self.sampler = Sampler()
         if self.device.type == "cuda":
             self._warm_up()
         num_kv_heads = self.model.model.layers[0].self_attn.qkv_proj.num_kv_heads
@@ -88,7 +97,18 @@ class ModelRunner:
         sampled from each one's last position. Changes no sequence."""
         inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
         logits = self.run_model(inputs)
-        return self.sampler(logits, temperatures(seqs, self.device)).tolist()
+        wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
+        raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
+        sampling = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
+        token_ids = sample(logits, sampling)
+        self.logprobs = [None] * len(seqs)
+        if wanted:
+            counts = [seqs[i].sampling_params.logprobs for i in wanted]
+            for i, result in zip(
+                wanted, top_logprobs(raw_logits, token_ids[wanted], counts), strict=True
+            ):
+                self.logprobs[i] = result
+        return token_ids.tolist()
 
     @torch.inference_mode()
     def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -97,8 +117,10 @@ class ModelRunner:
         with use_context(context):
             if self.graphs and not context.is_prefill and self.graphs.fits(len(inputs.input_ids)):
                 hidden = self.graphs.run(inputs)
+                self.num_graph_replays += 1
             else:
                 hidden = self.model(inputs.input_ids, inputs.positions)
+                self.num_graph_misses += not context.is_prefill
             return self.model.compute_logits(hidden)
 
     @torch.inference_mode()

@@ -2,11 +2,16 @@
 
 from collections import deque
 from collections.abc import Collection
+from itertools import accumulate
 from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+# `Scheduler.headroom` rises by this share of what it lacks of the most with a preemption, and
+# eases by this share with a finished request. From simulated jobs: see README, "What was tried".
+HEADROOM_MOST, HEADROOM_RAISE, HEADROOM_EASE = 1.5, 0.25, 0.002
 
 
 class ScheduledBatch(NamedTuple):
@@ -44,6 +49,13 @@ class Scheduler:
         self.block_manager = BlockManager(num_blocks, config.kvcache_block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
+        # For _has_headroom: the share of the growth that is possible that is expected, and the
+        # longest completion so far, past which no growth is expected.
+        self.headroom, self.longest_completion = 0.0, 0
+        # Counters, since start, for `LLMEngine.stats`.
+        self.num_steps = 0
+        self.num_prefill_tokens = self.num_decode_tokens = self.num_prefix_hit_tokens = 0
+        self.num_preemptions = 0
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -74,6 +86,11 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new request; it joins at the next step. Raises ValueError as `check` does."""
         self.check(seq)
+        if self.is_finished():
+            self.headroom, self.longest_completion = (
+                0.0,
+                0,
+            )  # a new job: what the last one taught need not hold for it
         self.waiting.append(seq)
 
     def schedule(self) -> ScheduledBatch:
@@ -91,7 +108,7 @@ class Scheduler:
             num_cached, num_hits = seq.num_cached_tokens, 0
             if not seq.block_table:
                 num_hits = self.block_manager.can_allocate(seq)
-                if num_hits < 0:
+                if num_hits < 0 or not self._has_headroom(seq):
                     break
                 num_cached = num_hits * self.block_manager.block_size
             num_left = seq.num_tokens - num_cached
@@ -101,6 +118,7 @@ class Scheduler:
                 break
             if not seq.block_table:
                 self.block_manager.allocate(seq, num_hits)
+                self.num_prefix_hit_tokens += seq.num_cached_tokens
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             chosen.append(seq)
@@ -110,6 +128,35 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         return chosen
 
+    def _has_headroom(self, seq: Sequence) -> bool:
+        """Whether `seq` can join without the running requests soon outgrowing the pool.
+
+        Admitting whatever fits *now* thrashes under pressure: all grow, the newest are preempted,
+        prefill again as soon as something fits, and are preempted again. So the need is looked at
+        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"): sorted by what they
+        still have to grow, when the i-th ends the first i have grown as much as it, and those
+        after it have given their blocks back. Since completions often stop early, they are
+        expected to grow to the longest seen so far at most, times `headroom`. That is learned: 0,
+        the plain rule, until something is preempted; raised by each preemption (beyond 1 where
+        even the full growth leaves no margin) and eased by each finished request.
+        """
+        if not self.headroom or not self.running:
+            return True
+        block_size = self.block_manager.block_size
+        growing = sorted(
+            (self.headroom * self._tokens_left(s) / block_size, s.num_blocks)
+            for s in (*self.running, seq)
+        )
+        growing.reverse()
+        freed = list(accumulate((blocks for _, blocks in reversed(growing)), initial=0))[-2::-1]
+        peak = max((i + 1) * growth - freed[i] for i, (growth, _) in enumerate(growing))
+        return peak <= len(self.block_manager.free_block_ids) - seq.num_blocks
+
+    def _tokens_left(self, seq: Sequence) -> int:
+        completion = min(seq.max_tokens, self.longest_completion or seq.max_tokens)
+        total = min(seq.num_prompt_tokens + completion, self.max_model_len)
+        return max(total - seq.num_tokens, 0)
+
     def _schedule_decode(self) -> list[Sequence]:
         chosen: list[Sequence] = []
         while self.running and len(chosen) < self.max_num_seqs:
@@ -117,6 +164,8 @@ class Scheduler:
             while not self.block_manager.can_append(seq):
                 # The newest gives way: it has the least to lose, and the oldest surely finish.
                 self.preempt(self.running.pop() if self.running else seq)
+                self.num_preemptions += 1
+                self.headroom += (HEADROOM_MOST - self.headroom) * HEADROOM_RAISE
                 if seq.status is SequenceStatus.WAITING:
                     break
             else:
@@ -135,24 +184,39 @@ class Scheduler:
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)
 
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a running request between steps: FINISHED, its blocks freed."""
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        self.block_manager.deallocate(seq)
+        self.running.remove(seq)
+        self.headroom *= 1 - HEADROOM_EASE
+        self.longest_completion = max(self.longest_completion, seq.num_completion_tokens)
+
     def postprocess(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> None:
         """Account for a step that ran: token_ids[i] was sampled at the last scheduled position of
         seqs[i]. It is dropped when that was not the last position of the sequence."""
+        self.num_steps += 1
         for seq, token_id in zip(seqs, token_ids, strict=True):
+            if is_prefill:
+                self.num_prefill_tokens += seq.num_scheduled_tokens
+            else:
+                self.num_decode_tokens += 1
             self.block_manager.hash_blocks(seq)
+            accepts = seq.completes_in_this_step
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
-                continue
-            seq.append_token(token_id)
-            seq.finish_reason = self._stop_reason(seq)
-            if seq.finish_reason is not None:
-                seq.status = SequenceStatus.FINISHED
-                self.block_manager.deallocate(seq)
-                self.running.remove(seq)
+            if accepts:
+                seq.append_token(token_id)
+                reason = self._stop_reason(seq)
+                if reason is not None:
+                    self.finish(seq, reason)
 
     def _stop_reason(self, seq: Sequence) -> str | None:
-        if seq.last_token in self.eos_token_ids and not seq.ignore_eos:
+        if seq.num_completion_tokens >= seq.sampling_params.min_tokens and (
+            (seq.last_token in self.eos_token_ids and not seq.ignore_eos)
+            or seq.last_token in seq.sampling_params.stop_token_ids
+        ):
             return "stop"
         if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
             return "length"

@@ -2,8 +2,11 @@
 
 from enum import Enum, auto
 from itertools import count
+from random import Random
 
 from nanovllm.sampling_params import SamplingParams
+
+_fresh_seeds = Random()  # its own state: the caller's random numbers are not disturbed
 
 
 class SequenceStatus(Enum):
@@ -14,7 +17,7 @@ class SequenceStatus(Enum):
            +------------(preempted, step failed)--------+
 
     Only three functions move it: `Scheduler.schedule` to RUNNING, `Scheduler.preempt` back to
-    WAITING and `Scheduler.postprocess` to FINISHED.
+    WAITING and `Scheduler.finish` to FINISHED.
     """
 
     WAITING = auto()
@@ -56,6 +59,11 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.block_table: list[int] = []
         self.block_size = block_size
+        self.sampling_params = sampling_params
+        # The seed of this request's noise; requests that name none must not share one.
+        self.seed = (
+            _fresh_seeds.getrandbits(63) if sampling_params.seed is None else sampling_params.seed
+        )
         self.temperature = sampling_params.temperature
         self.max_tokens = sampling_params.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
@@ -82,6 +90,12 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def completes_in_this_step(self) -> bool:
+        """Whether the scheduled positions reach the last token, so that the token sampled after
+        them is accepted. False for a chunk that leaves some for later."""
+        return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
 
     @property
     def num_completion_tokens(self) -> int:

@@ -1,25 +1,136 @@
-"""Sampler: logits of each request's last position -> one token id each."""
+"""Sampler: logits of each request's last position -> one token id each.
+
+Sampling is the Gumbel-max trick: argmax(logits / T + Gumbel noise) is a draw from
+softmax(logits / T) (Gumbel 1954), with no softmax, no cumulative sum and no sync with the host.
+The noise is not drawn from a stream: it is a function (Philox 4x32-10, Salmon et al. 2011) of the
+request's seed, the position of the token and the candidate id. So a request's randomness does not
+depend on its row, its batch, or how it was chunked or preempted. `sample_torch` runs anywhere and
+is the reference; layers/sampler_kernels.py computes the same in two Triton kernels.
+"""
+
+import importlib.util
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-class Sampler(nn.Module):
-    """Gumbel-max sampling: argmax(logits / T + Gumbel noise) is a draw from softmax(logits / T)
-    (Gumbel 1954), with no softmax, no cumulative sum and no host synchronization."""
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What the N rows of a step ask for; a None costs nothing. Tensors [N] on the device.
 
-    def forward(self, logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-        """logits [N, vocab]; temperatures [N] float32, 0 for argmax, or None if all are 0.
-        Returns int64 [N]. A -inf logit is never chosen."""
-        if temperatures is None:
-            return logits.argmax(dim=-1)
-        logits = logits.float()
-        greedy = temperatures.unsqueeze(1) == 0
-        # With the maximum subtracted first, a tiny temperature sends the others to -inf instead
-        # of overflowing the maximum to +inf.
-        scaled = logits - logits.max(dim=-1, keepdim=True).values
-        scaled /= temperatures.unsqueeze(1).masked_fill(greedy, 1.0)
-        # -log of an exponential variate is Gumbel noise; the clamp keeps log(0) out.
-        noise = torch.empty_like(scaled).exponential_()
-        noise = noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_().neg_()
-        return (scaled + noise.masked_fill_(greedy, 0.0)).argmax(dim=-1)
+    Filled by engine/inputs.py.
+    """
+
+    temperatures: torch.Tensor | None = None  # float32, 0: greedy row; None: all rows are
+    seeds: torch.Tensor | None = None  # int64
+    positions: torch.Tensor | None = None  # int64, where in its request the new token will stand
+    top_k: torch.Tensor | None = None  # int32, vocab_size: off
+    top_p: torch.Tensor | None = None  # float32, 1: off
+    min_p: torch.Tensor | None = None  # float32, 0: off
+    # (rows, ids), int64: candidates that must not be chosen (min_tokens).
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """logits [N, vocab] -> int64 [N]. A -inf logit is never chosen. Writes -inf to the banned
+    candidates' logits."""
+    if inputs.banned is not None:
+        logits[inputs.banned] = -torch.inf
+    if inputs.temperatures is None:
+        return logits.argmax(dim=-1)
+    if logits.is_cuda and HAS_TRITON:
+        from nanovllm.layers.sampler_kernels import sample_triton
+
+        return sample_triton(logits, inputs)
+    return sample_torch(logits, inputs)
+
+
+def sample_torch(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """The sampler in plain torch; `inputs.temperatures` must be there."""
+    logits = logits.float()
+    greedy = (inputs.temperatures == 0).unsqueeze(1)
+    # With the maximum subtracted first, a tiny temperature sends the others to -inf instead of
+    # overflowing the maximum to +inf.
+    best = logits.max(dim=-1, keepdim=True).values
+    scaled = (logits - best) / inputs.temperatures.unsqueeze(1).masked_fill(greedy, 1.0)
+    scaled = _filtered(scaled, inputs)
+    noise = gumbel_noise(inputs.seeds, inputs.positions, logits.shape[1])
+    return (scaled + noise.masked_fill(greedy, 0.0)).argmax(dim=-1)
+
+
+def _filtered(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """Send what min_p, top_k and top_p leave out to -inf. All three keep what reaches a threshold,
+    so equal logits stay or go together. scaled [N, vocab], its row maxima 0."""
+    if inputs.min_p is not None:
+        out = scaled < inputs.min_p.log().unsqueeze(1)  # log 0 = -inf leaves nothing out
+        scaled = scaled.masked_fill(out, -torch.inf)
+    if inputs.top_k is None and inputs.top_p is None:
+        return scaled
+    ordered = scaled.sort(dim=-1, descending=True).values
+    if inputs.top_k is not None:
+        kth = ordered.gather(1, inputs.top_k.long().unsqueeze(1) - 1)
+        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+        ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    if inputs.top_p is not None:
+        share = ordered.softmax(dim=-1).cumsum(dim=-1)
+        # The first index whose share reaches top_p; rounding may keep the sum below 1.
+        reached = (share < inputs.top_p.unsqueeze(1)).sum(dim=-1, keepdim=True)
+        threshold = ordered.gather(1, reached.clamp_max(ordered.shape[1] - 1))
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    return scaled
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
+    # One Philox call gives four 32-bit numbers, for candidates 4 i .. 4 i + 3.
+    counter = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
+    bits = _philox(seeds.unsqueeze(1), counter, positions.unsqueeze(1))
+    uniform = (bits.flatten(1)[:, :vocab_size].float() + 0.5) * 2.0**-32
+    # -log1p(-u) is an exponential variate with full precision near 0, where the largest noise
+    # comes from; u rounded to 1 gives inf, that is noise of -inf, and is merely not chosen.
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _philox(seed: torch.Tensor, counter: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Philox 4x32-10 with key `seed` (64 bits) and counter (counter, position, 0, 0), all int64
+    and broadcastable to [N, C] -> [N, C, 4] in [0, 2^32). The products wrap modulo 2^64, whose
+    upper and lower halves are still right."""
+    low = 0xFFFFFFFF
+    c0, c1 = counter & low, (position & low).expand_as(counter)
+    c2 = c3 = torch.zeros_like(counter)
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((b >> 32) & low) ^ c1 ^ k0,
+            b & low,
+            ((a >> 32) & low) ^ c3 ^ k1,
+            a & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]
+) -> list[dict[int, float]]:
+    """For each row {id: log-probability} of the counts[i] best ids, best first, and of the chosen
+    one. logits [N, vocab], token_ids [N] the chosen ids."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+    results = []
+    for ids, values, count, own_id, own_value in zip(
+        best.indices.tolist(),
+        best.values.tolist(),
+        counts,
+        token_ids.tolist(),
+        chosen.squeeze(1).tolist(),
+        strict=True,
+    ):
+        result = dict(zip(ids[:count], values[:count], strict=True))
+        result.setdefault(own_id, own_value)
+        results.append(result)
+    return results

@@ -1,0 +1,110 @@
+"""Prompts: what a caller gives -> checked token ids and sampling parameters, or an error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt: TypeAlias = str | list[int]
+Conversation: TypeAlias = list[dict[str, Any]]
+
+
+def paired(
+    prompts: Prompt | list[Prompt],
+    sampling_params: SamplingParams | list[SamplingParams] | None,
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters. Raises TypeError or ValueError for an empty list, lengths
+    that differ, or parameters of another type."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts must be a list of texts or token-id lists, got {prompts!r}")
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one prompt")
+    if isinstance(sampling_params, (list, tuple)):
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one for "
+                "all, or one for each"
+            )
+    else:
+        sampling_params = [sampling_params] * len(prompts)
+    return list(zip(prompts, map(checked_params, sampling_params), strict=True))
+
+
+def checked_params(sampling_params: SamplingParams | None) -> SamplingParams:
+    """The parameters themselves, or the defaults for None. TypeError for anything else."""
+    if sampling_params is None:
+        return SamplingParams()
+    if not isinstance(sampling_params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
+    return sampling_params
+
+
+def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
+    """Tokenize text; check ids. Raises TypeError or ValueError naming what is wrong."""
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt)
+        if not token_ids:
+            raise ValueError(f"the prompt {prompt!r} tokenizes to nothing: give some text")
+    elif isinstance(prompt, (list, tuple)):
+        token_ids = list(prompt)
+        if not token_ids:
+            raise ValueError("the prompt has no token ids: give at least one")
+    else:
+        raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+    check_ids(token_ids, vocab_size, "token id")
+    return token_ids
+
+
+def check_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, what: str) -> None:
+    """Raise TypeError for an id that is no int, ValueError for one outside 0..vocab_size-1."""
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise TypeError(f"{what}s must be ints, got {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{what} {token_id} is outside the vocabulary 0..{vocab_size - 1}")
+
+
+def render_chat(
+    conversations: Conversation | list[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    add_generation_prompt: bool,
+) -> list[list[int]]:
+    """Token ids of one conversation or several, by the tokenizer's chat template. Raises
+    ValueError if there is no template or it refuses a conversation, TypeError for another shape."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the model's tokenizer has no chat template: use generate() with plain prompts, or add "
+            "a chat_template to tokenizer_config.json"
+        )
+    if not isinstance(conversations, (list, tuple)) or not conversations:
+        raise TypeError(
+            "conversations must be a list of messages, or a list of such lists, not empty; "
+            f"got {conversations!r}"
+        )
+    if isinstance(conversations[0], dict):
+        conversations = [conversations]
+    rendered = []
+    for i, messages in enumerate(conversations):
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m
+            for m in messages
+        ):
+            raise TypeError(
+                f"conversation {i}: each message must be a dict with 'role' and 'content', "
+                f"got {messages!r}"
+            )
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template raises what its author chose
+            raise ValueError(f"conversation {i}: the chat template refused it: {error}") from error
+        # The template has written the special tokens already.
+        rendered.append(tokenizer.encode(text, add_special_tokens=False))
+    return rendered

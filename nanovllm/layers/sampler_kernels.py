@@ -1,0 +1,221 @@
+"""Triton kernels of the sampler: filter thresholds, and Gumbel argmax over the raw logits.
+
+They compute what `sample_torch` in layers/sampler.py does, with the same noise, reading the
+logits in the model's dtype without a sorted or a float copy. Needs triton to import.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.layers.sampler import SamplingInputs
+
+BLOCK = 4096
+
+
+@triton.jit
+def _sort_key(x):
+    """float32 -> uint32 whose unsigned order is the order of the numbers."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _from_sort_key(key):
+    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr,
+    logits_stride,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    threshold_ptr,
+    vocab_size,
+    LOWEST_BIT: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_P: tl.constexpr,
+    HAS_MIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: the logit that a candidate must reach to pass min_p, top_k and top_p.
+
+    The k-th largest logit is the largest t that at least k candidates reach; it is found bit by
+    bit from the top, each bit with one pass over the row (which stays in L2). A bfloat16 logit
+    has only 16 bits to find. top_p is the same search with probabilities instead of a count.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    temperature = tl.load(temperature_ptr + row)
+    offsets = tl.arange(0, BLOCK)
+    running = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        mask = start + offsets < vocab_size
+        x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
+        running = tl.maximum(running, x.to(tl.float32))
+    best = tl.max(running, axis=0)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if HAS_MIN:
+        min_p = tl.load(min_p_ptr + row)
+        if min_p > 0:
+            threshold = best + temperature * tl.log(min_p)
+    if HAS_K:
+        top_k = tl.load(top_k_ptr + row)
+        if top_k < vocab_size:
+            key = tl.zeros((), tl.uint32)
+            bit = tl.full((), 0x80000000, tl.uint32)
+            for _ in range(32 - LOWEST_BIT):
+                candidate = key | bit
+                bit >>= 1
+                count = tl.zeros((BLOCK,), tl.int32)
+                for start in range(0, vocab_size, BLOCK):
+                    mask = start + offsets < vocab_size
+                    x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
+                    reaches = (_sort_key(x.to(tl.float32)) >= candidate) & mask
+                    count += reaches.to(tl.int32)
+                if tl.sum(count, axis=0) >= top_k:
+                    key = candidate
+            threshold = tl.maximum(threshold, _from_sort_key(key))
+    if HAS_P:
+        top_p = tl.load(top_p_ptr + row)
+        if (top_p < 1) & (temperature > 0):
+            mass = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocab_size, BLOCK):
+                mask = start + offsets < vocab_size
+                x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
+                x = x.to(tl.float32)
+                mass += tl.where(x >= threshold, tl.exp((x - best) / temperature), 0.0)
+            wanted = tl.sum(mass, axis=0) * top_p
+            key = tl.zeros((), tl.uint32)
+            bit = tl.full((), 0x80000000, tl.uint32)
+            for _ in range(32 - LOWEST_BIT):
+                candidate = key | bit
+                bit >>= 1
+                mass = tl.zeros((BLOCK,), tl.float32)
+                for start in range(0, vocab_size, BLOCK):
+                    mask = start + offsets < vocab_size
+                    x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
+                    x = x.to(tl.float32)
+                    reaches = (_sort_key(x) >= candidate) & (x >= threshold)
+                    mass += tl.where(reaches, tl.exp((x - best) / temperature), 0.0)
+                if tl.sum(mass, axis=0) >= wanted:
+                    key = candidate
+            threshold = tl.maximum(threshold, _from_sort_key(key))
+    # Rounding in min_p's log must not leave out the best candidate itself.
+    tl.store(threshold_ptr + row, tl.minimum(threshold, best))
+
+
+@triton.jit
+def _gumbel(bits):
+    """32 random bits -> Gumbel noise, as `gumbel_noise` computes it."""
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    # The hardware's log is poor near 1, so -log(1 - u) is a series where u is small.
+    series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+    return -tl.log(tl.where(u < 0.01, series, -tl.log(1 - u)))
+
+
+@triton.jit
+def _gumbel_argmax_kernel(
+    logits_ptr,
+    logits_stride,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    threshold_ptr,
+    value_ptr,
+    index_ptr,
+    vocab_size,
+    num_splits,
+    per_split,
+    HAS_THRESHOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, split): the largest logit / T + noise of its part of the row, and where."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    logits_ptr += row * logits_stride
+    temperature = tl.load(temperature_ptr + row)
+    greedy = temperature == 0
+    inverse = 1 / tl.maximum(temperature, 1e-30)  # finite: 0 * inf would be NaN
+    seed = tl.load(seed_ptr + row)
+    position = tl.load(position_ptr + row).to(tl.uint32)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if HAS_THRESHOLD:
+        threshold = tl.load(threshold_ptr + row)
+    best_value = tl.full((), float("-inf"), tl.float32)
+    best_index = tl.zeros((), tl.int32)
+    quads = tl.arange(0, BLOCK // 4)
+    first = split * per_split
+    for start in range(first, min(first + per_split, vocab_size), BLOCK):
+        counter = (start // 4 + quads).to(tl.uint32)
+        zero = counter * 0
+        a, b, c, d = tl.philox(seed, counter, zero + position, zero, zero)
+        # Candidate 4 i + j takes number j of call i: [BLOCK/4] x 4 -> [BLOCK] in that order.
+        bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        value = tl.where(greedy, x, x * inverse + _gumbel(bits))
+        value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
+        top, where = tl.max(value, axis=0, return_indices=True)
+        better = top > best_value
+        best_index = tl.where(better, start + where, best_index)
+        best_value = tl.where(better, top, best_value)
+    tl.store(value_ptr + row * num_splits + split, best_value)
+    tl.store(index_ptr + row * num_splits + split, best_index)
+
+
+def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+    """As `sample_torch`: logits [N, vocab], rows dense, -> int64 [N]."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    thresholds = filter_thresholds(logits, inputs)
+    # About 512 programs in all fill the GPU; each takes whole BLOCKs.
+    num_splits = max(1, min(triton.cdiv(512, num_rows), triton.cdiv(vocab_size, BLOCK)))
+    per_split = triton.cdiv(triton.cdiv(vocab_size, num_splits), BLOCK) * BLOCK
+    values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    _gumbel_argmax_kernel[(num_rows, num_splits)](
+        logits,
+        logits.stride(0),
+        inputs.temperatures,
+        inputs.seeds,
+        inputs.positions,
+        thresholds,
+        values,
+        indices,
+        vocab_size,
+        num_splits,
+        per_split,
+        HAS_THRESHOLD=thresholds is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    return indices.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1).long()
+
+
+def filter_thresholds(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor | None:
+    """[N] float32, the least logit that passes min_p, top_k and top_p; None if nobody uses them."""
+    if inputs.top_k is None and inputs.top_p is None and inputs.min_p is None:
+        return None
+    thresholds = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _threshold_kernel[(len(logits),)](
+        logits,
+        logits.stride(0),
+        inputs.temperatures,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        thresholds,
+        logits.shape[1],
+        LOWEST_BIT=16 if logits.dtype == torch.bfloat16 else 0,
+        HAS_K=inputs.top_k is not None,
+        HAS_P=inputs.top_p is not None,
+        HAS_MIN=inputs.min_p is not None,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return thresholds
