@@ -28,8 +28,10 @@ def make_scheduler(
 
 
 def make_sequence(scheduler: Scheduler, token_ids: Iterable[int], **params: Any) -> Sequence:
-    """A request for this scheduler, not added yet; `params` are those of SamplingParams."""
-    return Sequence(list(token_ids), SamplingParams(**params), scheduler.block_manager.block_size)
+    """A request for this scheduler, not added yet; `params` are those of SamplingParams, with a
+    max_tokens of 4 so that it fits into a small pool."""
+    sampling_params = SamplingParams(**{"max_tokens": 4, **params})
+    return Sequence(list(token_ids), sampling_params, scheduler.block_manager.block_size)
 
 
 def add_request(scheduler: Scheduler, token_ids: Iterable[int], **params: Any) -> Sequence:
