@@ -9,7 +9,6 @@ from scheduling import (
     FakeModel,
     add_request,
     complete_alone,
-    fail_step,
     make_scheduler,
     run_step,
     run_to_end,
@@ -162,40 +161,3 @@ def test_case_18_a_request_that_does_not_fit_the_budget_holds_no_blocks() -> Non
     assert run_step(scheduler, model) == (True, [(first, 6)])
     assert second.block_table == [] and list(scheduler.waiting) == [second]
     assert len(scheduler.block_manager.free_block_ids) == 6
-
-
-@pytest.mark.parametrize("failing_step", range(6))
-def test_case_38_after_a_failed_step_and_abort_the_next_job_gets_only_its_own(
-    failing_step: int,
-) -> None:
-    """Steps 0-2 prefill (two chunks of the first prompt, then the rest), later ones decode."""
-    scheduler = make_scheduler(num_blocks=8, block_size=4, max_num_batched_tokens=8)
-    model = FakeModel(scheduler)
-    prompts = [[1] * 13, [1] * 9, [2] * 3]
-    failed = [add_request(scheduler, prompt, max_tokens=6) for prompt in prompts]
-    for _ in range(failing_step):
-        run_step(scheduler, model)
-    fail_step(scheduler, model)
-    for seq in failed:
-        scheduler.abort(seq)
-    assert scheduler.is_finished()
-    assert sorted(scheduler.block_manager.free_block_ids) == list(range(8))
-    retried = [add_request(scheduler, prompt, max_tokens=6) for prompt in prompts]
-    run_to_end(scheduler, model)
-    assert all(not seq.is_finished for seq in failed)
-    for prompt, seq in zip(prompts, retried, strict=True):
-        assert seq.completion_token_ids == complete_alone(prompt, 6)[0]
-
-
-def test_case_38_without_abort_the_failed_requests_go_on_as_if_nothing_had_happened() -> None:
-    """`step()` callers may retry: the garbage of the failed step is never read."""
-    scheduler = make_scheduler(num_blocks=8, block_size=4, max_num_batched_tokens=8)
-    model = FakeModel(scheduler)
-    prompts = [[1] * 13, [1] * 9, [2] * 3]
-    seqs = [add_request(scheduler, prompt, max_tokens=6) for prompt in prompts]
-    for _ in range(9):
-        fail_step(scheduler, model)
-        run_step(scheduler, model)
-    run_to_end(scheduler, model)
-    for prompt, seq in zip(prompts, seqs, strict=True):
-        assert seq.completion_token_ids == complete_alone(prompt, 6)[0]
