@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from checkpoints import logit_errors
+from invariants import check_invariants, check_step
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, get_context
@@ -48,6 +51,7 @@ class Watch:
         first.register_forward_pre_hook(lambda *_: self._seen.update(context=get_context()))
 
     def _on_run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        check_step(self.llm.scheduler, ScheduledBatch(seqs, is_prefill))
         ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
         self._seen.update(seqs=list(seqs), last_positions=[end - 1 for end in ends])
         return self._run(seqs, is_prefill)
@@ -64,9 +68,10 @@ class Watch:
         self._seen.update(logits=logits.clone(), last_rows=nearest)
 
     def step(self) -> Step:
-        """Run one step of the engine and return its record."""
+        """Run one step of the engine, check the scheduler's invariants, return the record."""
         self._seen = {}
         finished, num_tokens = self.llm.step()
+        check_invariants(self.llm.scheduler)
         free = self.llm.scheduler.block_manager.free_block_ids
         step = Step(
             **self._seen, finished=finished, num_tokens=num_tokens, num_free_blocks=len(free)
@@ -104,11 +109,6 @@ def progress(seq: Sequence) -> str:
     return f"{seq.num_tokens}/{seq.num_cached_tokens}"
 
 
-def random_ids(count: int, seed: int = 0, below: int = 701) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, below, (count,), generator=generator).tolist()
-
-
 def script(llm: LLM, emit: Callable[[Sequence], int]) -> None:
     """Replace the model by a fake that gives `emit(seq)` for each sequence of a step."""
     llm.model_runner.run = lambda seqs, is_prefill: [emit(seq) for seq in seqs]
@@ -125,13 +125,14 @@ def assert_logits_agree(
     assert reference, f"{what}: nothing to compare"
     missing = reference.keys() - actual.keys()
     assert not missing, f"{what}: no logits at positions {sorted(missing)}"
-    a = torch.stack([actual[position] for position in reference])
-    r = torch.stack([reference[position] for position in reference])
-    max_error = float((a - r).abs().max())
-    relative_l2 = float((a - r).norm() / r.norm())
-    top_1 = float((a.argmax(dim=1) == r.argmax(dim=1)).float().mean())
-    report = (
-        f"{what}: max abs error {max_error:.2e}, relative L2 {relative_l2:.2e}, "
-        f"top-1 agreement {top_1:.4f} over {len(r)} positions (tolerance {tolerance:.0e})"
+    errors = logit_errors(
+        torch.stack([actual[position] for position in reference]),
+        torch.stack([reference[position] for position in reference]),
     )
-    assert max_error <= tolerance and relative_l2 <= tolerance and top_1 == 1.0, report
+    report = (
+        f"{what}: max abs error {errors.max_abs:.2e}, relative L2 {errors.relative_l2:.2e}, top-1 "
+        f"agreement {errors.top1_agreement:.4f} over {len(reference)} positions, where {tolerance} "
+        "is tolerated"
+    )
+    assert max(errors.max_abs, errors.relative_l2) <= tolerance, report
+    assert errors.top1_agreement == 1.0, report

@@ -1,15 +1,16 @@
 """The engine's worked examples, end to end: a real LLM on CPU, watched from inside each step.
 
-T/C is total/cached after the step. Prompts are random ids below 701; vocabulary 1024.
+T/C is total/cached after the step. Prompts are random ids below 701; vocabulary 1024. The example
+"cache equivalence" is in test_equivalence.py.
 """
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
-from recording import Watch, add, assert_logits_agree, progress, random_ids
+from checkpoints import random_ids as random_ids_below
+from recording import Watch, add, progress
 
 from nanovllm import LLM
 
@@ -18,6 +19,10 @@ from nanovllm import LLM
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     return make_checkpoint(folder, vocab_size=1024, max_position_embeddings=1024)
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    return random_ids_below(count, 701, seed)
 
 
 def start(folder: Path, **settings: Any) -> Watch:
@@ -296,33 +301,10 @@ def test_slots(folder: Path) -> None:
     assert slots == [68, 69, 70, 71, 20, 21, 22, 23, 92]
 
 
-@pytest.mark.parametrize(
-    ("length", "blocks"), [(255, 1), (256, 1), (257, 2), (512, 2), (513, 3)]
-)
+@pytest.mark.parametrize(("length", "blocks"), [(255, 1), (256, 1), (257, 2), (512, 2), (513, 3)])
 def test_blocks_of_a_length(folder: Path, length: int, blocks: int) -> None:
     watch = start(folder)
     seq = add(watch.llm, random_ids(length), max_tokens=2)
     assert seq.num_blocks == blocks
     assert watch.step().num_free_blocks == 32 - blocks
     assert len(seq.block_table) == blocks
-
-
-def test_cache_equivalence(folder: Path) -> None:
-    """A prompt of 64 ids, 8 forwards: 71 positions computed with the cache, 540 without, and the
-    same logits at every step."""
-    watch = start(folder)
-    prompt = random_ids(64, seed=12)
-    cached = add(watch.llm, prompt, max_tokens=8)
-    assert [step.num_tokens for step in watch.run()] == [64, -1, -1, -1, -1, -1, -1, -1]
-    assert sum(len(step.positions) for step in watch.steps) == 71
-
-    recomputed: dict[int, torch.Tensor] = {}
-    computed = 0
-    for count in range(8):
-        # Shorter than a block, so nothing is registered in the prefix index and nothing hits.
-        alone = add(watch.llm, cached.token_ids[: 64 + count], max_tokens=1)
-        computed += len(watch.step().positions)
-        recomputed |= watch.logits_of(alone)
-        assert alone.last_token == cached.token_ids[64 + count]
-    assert computed == 540
-    assert_logits_agree("KV cache", watch.logits_of(cached), recomputed, tolerance=2e-5)

@@ -1,0 +1,74 @@
+"""Complete a few prompts with a Qwen3 model; print what came out, and how fast.
+
+    python example.py                                 the bundled tiny model, which writes plays
+    python example.py --temperature 0 "JULIET:"       the same, greedily, from a prompt of yours
+    python example.py --model ~/Qwen3-0.6B "Who was Euclid?"
+
+A model is taken for a chat model if its tokenizer has a chat template and it is not the bundled
+one, which has a template too, but is better at continuing a play than at answering questions. A
+chat model is shown each prompt as a user's message, any other model continues it as plain text.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from textwrap import indent
+from time import perf_counter
+
+from nanovllm import LLM, SamplingParams
+
+BUNDLED_MODEL = Path(__file__).resolve().parent / "tests" / "assets" / "tiny-qwen3"
+PLAY = ["ROMEO:\n", "First Citizen:\nWe are all resolved", "KING RICHARD III:\nMy lord,"]
+QUESTIONS = ["Introduce yourself in two sentences.", "Which planets have rings?"]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="default: some for the model")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        default=BUNDLED_MODEL,
+        help="folder in Hugging Face format; default: the bundled tiny model",
+    )
+    parser.add_argument("--tp", metavar="N", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="0 is greedy")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="per completion")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    is_bundled = args.model.resolve() == BUNDLED_MODEL
+    prompts = args.prompts or (PLAY if is_bundled else QUESTIONS)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+
+    with LLM(args.model, tensor_parallel_size=args.tp, enforce_eager=args.enforce_eager) as llm:
+        is_chat = llm.tokenizer.chat_template is not None and not is_bundled
+        inputs = [as_chat(llm, prompt) for prompt in prompts] if is_chat else prompts
+        start = perf_counter()
+        outputs = llm.generate(inputs, params)
+        seconds = perf_counter() - start
+
+    for prompt, output in zip(prompts, outputs, strict=True):
+        print(f"\nPrompt:\n{indent(prompt, '    ')}")
+        print(f"Completion:\n{indent(output['text'], '    ')}")
+        print(f"Finish reason: {output['finish_reason']}")
+    num_tokens = sum(len(output["token_ids"]) for output in outputs)
+    print(f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tok/s")
+
+
+def as_chat(llm: LLM, prompt: str) -> str:
+    """The text in which the model was trained to see `prompt` as a user's message."""
+    message = {"role": "user", "content": prompt}
+    return llm.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+
+
+if __name__ == "__main__":
+    try:
+        run(parse_args())
+    except ValueError as error:  # a bad setting, folder or prompt; the message says what to do
+        sys.exit(f"example.py: {error}")

@@ -1,0 +1,46 @@
+"""What all test files share: the rule for GPU tests, and a few fixtures."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported: without a GPU its kernels run in the interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# The models here are tiny: on a busy machine, threads waiting for each other can take a hundred
+# times as long as the work. With one, results do not depend on the number of cores either.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same random numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> Path:
+    """The bundled trained model's folder."""
+    from checkpoints import TINY_QWEN3
+
+    assert (TINY_QWEN3 / "model.safetensors").is_file(), "the bundled model is incomplete"
+    return TINY_QWEN3

@@ -1,0 +1,178 @@
+"""What keeps the code readable: import direction, the torch-free half, docstrings, sizes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+PACKAGE = Path(nanovllm.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+SCHEDULING_HALF = {
+    "nanovllm.config",
+    "nanovllm.sampling_params",
+    "nanovllm.engine.sequence",
+    "nanovllm.engine.block_manager",
+    "nanovllm.engine.scheduler",
+}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+LINES = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def imports(module: str) -> set[str]:
+    """All modules that `module` imports by name, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute here"
+            # `from nanovllm.engine import scheduler` imports a module as well.
+            names = {f"{node.module}.{alias.name}" for alias in node.names} & TREES.keys()
+            found.update(names or {node.module})
+    return found
+
+
+def importers(package: str) -> set[str]:
+    """The modules that import a package or a part of it."""
+    return {m for m in TREES if any(f"{name}.".startswith(f"{package}.") for name in imports(m))}
+
+
+def run_python(script: str) -> list[str]:
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["nanovllm", *sorted(SCHEDULING_HALF)])
+def test_case_40_the_scheduling_half_imports_nothing_heavier_than_numpy_and_xxhash(
+    module: str,
+) -> None:
+    """It runs on a laptop without torch: here every import of torch, triton, ... fails."""
+    script = f"""
+import sys
+before = set(sys.modules)
+for heavy in ("torch", "transformers", "triton", "flash_attn", "safetensors"):
+    sys.modules[heavy] = None  # importing it raises ImportError
+import {module}
+from nanovllm import SamplingParams
+loaded = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(*(loaded - sys.stdlib_module_names))
+"""
+    light = {"nanovllm", "numpy", "xxhash"}
+    absent = {"torch", "transformers", "triton", "flash_attn", "safetensors"}
+    assert set(run_python(script)) - absent <= light
+
+
+def test_the_scheduling_half_schedules_without_torch() -> None:
+    """Not only the import: a request runs from `add` to its last token."""
+    script = f"""
+import sys
+sys.modules["torch"] = None
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+scheduler = Scheduler(Config(model={str(PACKAGE)!r}), 4, eos_token_ids=[7])
+seq = Sequence([1, 2, 3])
+scheduler.add(seq)
+while not scheduler.is_finished():
+    seqs, is_prefill = scheduler.schedule()
+    scheduler.postprocess(seqs, [7] * len(seqs), is_prefill)
+print(seq.finish_reason, seq.completion_token_ids[0])
+"""
+    assert run_python(script) == ["stop", "7"]
+
+
+def test_llm_is_imported_on_first_use() -> None:
+    """`from nanovllm import LLM` works; only then does torch come in."""
+    script = """
+import sys
+import nanovllm
+print("torch" in sys.modules, nanovllm.LLM.__name__, "torch" in sys.modules)
+"""
+    assert run_python(script) == ["False", "LLM", "True"]
+    assert set(nanovllm.__all__) == {"LLM", "SamplingParams"}
+    with pytest.raises(AttributeError, match="no attribute 'LLN'"):
+        _ = nanovllm.LLN
+
+
+def test_the_files_of_the_layout_are_there() -> None:
+    expected = """__init__ llm config sampling_params engine/llm_engine engine/sequence
+        engine/scheduler engine/block_manager engine/model_runner layers/activation
+        layers/attention layers/embed_head layers/layernorm layers/linear layers/rotary_embedding
+        layers/sampler models/qwen3 utils/context utils/loader"""
+    missing = [name for name in expected.split() if not (PACKAGE / f"{name}.py").is_file()]
+    assert not missing
+
+
+def test_the_scheduling_half_imports_only_itself() -> None:
+    """Never layers, models or the runner: the line between CPU and GPU is an import line."""
+    for module in SCHEDULING_HALF:
+        ours = {name for name in imports(module) if name.startswith("nanovllm")}
+        assert ours <= SCHEDULING_HALF, module
+
+
+@pytest.mark.parametrize(
+    ("lower", "uppers"),
+    [
+        ("nanovllm.layers", ("nanovllm.engine", "nanovllm.models", "nanovllm.llm")),
+        ("nanovllm.models", ("nanovllm.engine", "nanovllm.llm")),
+        ("nanovllm.utils", ("nanovllm.engine", "nanovllm.models", "nanovllm.layers")),
+    ],
+)
+def test_lower_packages_never_import_upper_ones(lower: str, uppers: tuple[str, ...]) -> None:
+    """engine -> models -> layers -> utils, and never back."""
+    modules = {name for name in TREES if name.startswith(f"{lower}.")}
+    assert modules, lower
+    for upper in uppers:
+        assert not modules & importers(upper), upper
+
+
+@pytest.mark.parametrize(
+    ("library", "allowed"),
+    [
+        ("transformers", {"nanovllm.utils.hf"}),
+        ("flash_attn", {"nanovllm.layers.attention"}),
+        ("triton", {"nanovllm.layers.kv_store"}),
+        ("safetensors", {"nanovllm.utils.loader"}),
+        ("xxhash", {"nanovllm.engine.block_manager"}),
+    ],
+)
+def test_each_outside_library_has_one_door(library: str, allowed: set[str]) -> None:
+    """All guessing about another project's versions happens in one file."""
+    assert importers(library) == allowed
+
+
+def test_every_module_public_class_and_public_function_has_a_docstring() -> None:
+    bare = []
+    for module, tree in TREES.items():
+        public = [node for node in tree.body if isinstance(node, DEFINITIONS)]
+        public = [node for node in public if not node.name.startswith("_")]
+        bare += [f"{module}.{node.name}" for node in public if not ast.get_docstring(node)]
+        bare += [] if ast.get_docstring(tree) else [module]
+    assert not bare
+
+
+def test_files_are_at_most_300_lines_and_functions_60() -> None:
+    long = [f"{path.name}: {count}" for path, count in LINES.items() if count > 300]
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS) and node.end_lineno - node.lineno + 1 > 60:
+                long.append(f"{module}.{node.name}")
+    assert not long
+
+
+def test_the_engine_can_be_read_in_an_evening() -> None:
+    assert sum(LINES.values()) <= 3000
