@@ -60,9 +60,12 @@ class Detokenizer:
         return may_stop and self._cut_at_stop(searched)
 
     def settled_text(self) -> str:
-        """The part of the text that no stop string can still reach into."""
-        held_back = max(map(len, self.stop), default=1) - 1
-        return self.text[: len(self.text) - held_back]
+        """The text without an end that may be the beginning of a stop string."""
+        longest = max(map(len, self.stop), default=1) - 1
+        for held_back in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-held_back:]) for stop in self.stop):
+                return self.text[:-held_back]
+        return self.text
 
     def _decode(self, start: int, end: int) -> str:
         return self.tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
