@@ -188,7 +188,9 @@ class LLMEngine:
             if not token_ids:
                 raise ValueError(f"the prompt {prompt!r} tokenizes to nothing: give some text")
         else:
-            token_ids = self._checked_ids(prompt)
+            token_ids = prompt
+        # Texts too: a tokenizer that came with another model may know more ids than this one.
+        token_ids = self._checked_ids(token_ids)
         return Sequence(token_ids, sampling_params, self.config.kvcache_block_size)
 
     def _checked_ids(self, prompt: AbstractSequence[int]) -> list[int]:
