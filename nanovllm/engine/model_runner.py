@@ -43,6 +43,7 @@ class ModelRunner:
         self.device = _resolve_device(config.device, tp.rank)
         self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
+        self.graphs: CudaGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
@@ -63,7 +64,6 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        self.graphs: CudaGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager:
             if attention is torch_attention:
                 logger.warning("CUDA graphs: off, since plain torch attention cannot be captured")
