@@ -118,6 +118,22 @@ def emit_always(folder: Path, token_id: int) -> None:
     edit_tensors(folder / WEIGHTS, **changes)
 
 
+class StoredTensor:
+    """A tensor as the loader meets it in a file: nothing is read until it is indexed. `reads` keeps
+    each index, so that a test can see that a rank reads only its own slice."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.reads: list[Any] = []
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.reads.append(index)
+        return self.tensor[index]
+
+
 # --- this engine ----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ All guessing about file layouts of different transformers versions happens here.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,17 @@ from nanovllm.config import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +59,11 @@ def load_model_config(folder: str) -> ModelConfig:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds, all about this one file
         raise ValueError(f"{folder}: transformers cannot read config.json: {error}") from error
-    for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
-        if not isinstance(getattr(hf, name), int) or getattr(hf, name) < 1:
-            raise ValueError(f"{folder}: config.json: {name} must be an int >= 1")
-    num_kv_heads = hf.num_key_value_heads or hf.num_attention_heads
+    for name in SIZES:  # 4.x takes any value from the file
+        value = getattr(hf, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{folder}: config.json: {name} must be an int >= 1, got {value!r}")
+    num_kv_heads, head_dim = hf.num_key_value_heads, hf.head_dim
     if hf.num_attention_heads % num_kv_heads:
         raise ValueError(
             f"{folder}: config.json: num_attention_heads ({hf.num_attention_heads}) is not a "
@@ -60,7 +73,6 @@ def load_model_config(folder: str) -> ModelConfig:
         raise ValueError(f"{folder}: hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
     if hf.use_sliding_window:
         raise ValueError(f"{folder}: use_sliding_window is not supported")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"{folder}: head_dim ({head_dim}) must be even for rotary embedding")
     # 4.x calls it torch_dtype, 5.x dtype and gives a torch.dtype or a string.
@@ -91,11 +103,13 @@ def _rope_theta(folder: str, hf: Any) -> float:
     theta = getattr(hf, "rope_theta", None)
     for name in ("rope_scaling", "rope_parameters"):
         nested = getattr(hf, name, None) or {}
+        if not isinstance(nested, dict) or any(isinstance(v, dict) for v in nested.values()):
+            raise ValueError(f"{folder}: config.json: {name} {nested!r} is not supported")
         rope_type = nested.get("rope_type") or nested.get("type") or "default"
         if rope_type != "default":
             raise ValueError(f"{folder}: RoPE type {rope_type!r} is not supported, only 'default'")
         theta = nested.get("rope_theta") or theta
-    if not isinstance(theta, (int, float)) or theta <= 0:
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
         raise ValueError(f"{folder}: config.json: rope_theta must be a number > 0, got {theta!r}")
     return float(theta)
 
