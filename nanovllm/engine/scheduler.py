@@ -52,6 +52,7 @@ class Scheduler:
         # For _has_headroom: the share of the growth that is possible that is expected, and the
         # longest completion so far, past which no growth is expected.
         self.headroom, self.longest_completion = 0.0, 0
+        self.learns_headroom = True  # False: the plain rule throughout, for tests and experiments
         # Counters, since start, for `LLMEngine.stats`.
         self.num_steps = 0
         self.num_prefill_tokens = self.num_decode_tokens = self.num_prefix_hit_tokens = 0
@@ -165,7 +166,8 @@ class Scheduler:
                 # The newest gives way: it has the least to lose, and the oldest surely finish.
                 self.preempt(self.running.pop() if self.running else seq)
                 self.num_preemptions += 1
-                self.headroom += (HEADROOM_MOST - self.headroom) * HEADROOM_RAISE
+                if self.learns_headroom:
+                    self.headroom += (HEADROOM_MOST - self.headroom) * HEADROOM_RAISE
                 if seq.status is SequenceStatus.WAITING:
                     break
             else:
