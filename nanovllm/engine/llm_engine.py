@@ -21,6 +21,7 @@ from nanovllm.engine.prompts import (
     token_ids_of,
 )
 from nanovllm.engine.request import Completion, Increment, Request
+from nanovllm.engine.run_ahead import RunAhead
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -55,6 +56,11 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
+        self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
+        # Whole loops run a step ahead where that hides the host's work behind the GPU's.
+        self._loop_step = (
+            self._run_ahead.step if self.model_runner.device.type == "cuda" else self.step
+        )
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -106,22 +112,22 @@ class LLMEngine:
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
             self.scheduler.rollback(seqs)
             raise
-        accepted = [seq.completes_in_this_step for seq in seqs]
-        self.scheduler.postprocess(seqs, token_ids, is_prefill)
-        for seq, accepts, logprobs in zip(seqs, accepted, self.model_runner.logprobs, strict=True):
-            if accepts:
-                self._update_request(seq, logprobs)
+        accepted = self.scheduler.postprocess(seqs, token_ids, is_prefill)
+        self._on_tokens(accepted, self.model_runner.logprobs)
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished]
         return finished, num_tokens if is_prefill else -num_tokens
 
-    def _update_request(self, seq: Sequence, logprobs: dict[int, float] | None) -> None:
-        request = self.requests.get(seq.seq_id)
-        if request is None:  # added to the scheduler by hand
-            return
-        if request.accept(logprobs) and not seq.is_finished:
-            self.scheduler.finish(seq, "stop")
-        if seq.is_finished:
-            del self.requests[seq.seq_id]
+    def _on_tokens(
+        self, accepted: list[tuple[Sequence, int]], logprobs: dict[int, dict[int, float]]
+    ) -> None:
+        for seq, token_id in accepted:
+            request = self.requests.get(seq.seq_id)
+            if request is None:  # added to the scheduler by hand
+                continue
+            if request.accept(token_id, logprobs.get(seq.seq_id)) and not seq.is_finished:
+                self.scheduler.finish(seq, "stop")
+            if seq.is_finished:
+                del self.requests[seq.seq_id]
 
     def generate(
         self,
@@ -144,7 +150,7 @@ class LLMEngine:
         try:
             self._run_until_finished(requests, use_tqdm)
         finally:
-            self._drop(requests)
+            self._end_loop(requests)
         return [request.completion() for request in requests]
 
     def chat(
@@ -182,7 +188,7 @@ class LLMEngine:
         try:
             left = dict(enumerate(requests))
             while left:
-                self.step()
+                self._loop_step()
                 for index, request in list(left.items()):
                     increment = request.increment(index)
                     if request.seq.is_finished:
@@ -190,7 +196,7 @@ class LLMEngine:
                     if increment is not None:
                         yield increment
         finally:
-            self._drop(requests)
+            self._end_loop(requests)
 
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
         left = {request.seq.seq_id for request in requests}
@@ -198,7 +204,7 @@ class LLMEngine:
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             while left:
                 start = perf_counter()
-                finished, num_tokens = self.step()
+                finished, num_tokens = self._loop_step()
                 speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
@@ -263,9 +269,13 @@ class LLMEngine:
             self.scheduler.add(request.seq)
             self.requests[request.seq.seq_id] = request
 
-    def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.abort(request.seq.seq_id)
+    def _end_loop(self, requests: list[Request]) -> None:
+        """Leave no step in flight, and drop those of `requests` that have not finished."""
+        try:
+            self._run_ahead.drain()
+        finally:
+            for request in requests:
+                self.abort(request.seq.seq_id)
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:

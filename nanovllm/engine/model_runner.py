@@ -4,12 +4,13 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import CudaGraphs
+from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, sampling_inputs
 from nanovllm.engine.kv_cache import (
     allocate_kv_cache,
@@ -17,8 +18,9 @@ from nanovllm.engine.kv_cache import (
     kv_block_bytes,
     measure_num_blocks,
 )
-from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.attention import select_attention, torch_attention
+from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.layers import kernels
+from nanovllm.layers.attention import select_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
@@ -29,11 +31,21 @@ from nanovllm.utils.parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way: token_ids [N] int32 on the host are valid once `arrived` (None on CPU)
+    has happened. logprobs: seq_id -> {id: log-probability}, of those who asked for them."""
+
+    token_ids: torch.Tensor
+    arrived: torch.cuda.Event | None
+    logprobs: dict[int, dict[int, float]]
+
+
 class ModelRunner:
     """Start-up, in this order: device, model, weights, warm-up at the largest prefill shape, KV
     pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
 
-    `logprobs` holds, for each row of the latest run, {id: log-probability} or None.
+    A step is launched and collected; `run` does both.
     """
 
     def __init__(
@@ -48,18 +60,21 @@ class ModelRunner:
         too little memory."""
         self.config = config
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < model_config.vocab_size)
-        self.logprobs: list[dict[int, float] | None] = []
+        self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
+        self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = _resolve_device(config.device, tp.rank)
         self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
-        self.graphs: CudaGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
         with _defaults(self.device, self.dtype):
             self.model = Qwen3ForCausalLM(model_config, attention, tp)
         load_weights(self.model, config.model)
+        # The ids that the step launched last has sampled, by row.
+        self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         if self.device.type == "cuda":
             self._warm_up()
         num_kv_heads = self.model.model.layers[0].self_attn.qkv_proj.num_kv_heads
@@ -73,11 +88,8 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        if self.device.type == "cuda" and not config.enforce_eager:
-            if attention is torch_attention:
-                logger.warning("CUDA graphs: off, since plain torch attention cannot be captured")
-            else:
-                self.graphs = self._capture_graphs()
+        if kernels.usable(self.sampled) and not config.enforce_eager:
+            self.graphs = self._capture_graphs()
         logger.info(
             "%s, %s, %d KV blocks of %d positions, CUDA graphs %s",
             self.device,
@@ -91,37 +103,73 @@ class ModelRunner:
         """Run one of this runner's methods by name, on every rank; rank 0's result."""
         return getattr(self, method)(*args)
 
-    @torch.inference_mode()
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute the scheduled positions of `seqs`: their K/V go to the pool, and one token is
         sampled from each one's last position. Changes no sequence."""
-        inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
-        logits = self.run_model(inputs)
+        step = self.launch(seqs, is_prefill)
+        self.logprobs = step.logprobs
+        return self.collect(step)
+
+    @torch.inference_mode()
+    def launch(self, seqs: list[Sequence], is_prefill: bool) -> LaunchedStep:
+        """Start what `run` does without waiting for it. A sequence in decode whose last token is
+        PENDING must have been in the step launched just before."""
+        if not is_prefill and self.graphs is not None and self.graphs.fits(len(seqs)):
+            hidden = self.graphs.launch(seqs, self._rows)
+            self.num_graph_replays += 1
+            logprobs = {}
+            if any(map(_needs_more_than_the_graph, seqs)):
+                # The LM head again, since a graph that kept its logits would cost GiBs in all.
+                token_ids, logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
+                self.graphs.override(token_ids)
+        else:
+            self.num_graph_misses += not is_prefill
+            inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
+            if not is_prefill:
+                self._take_pending(seqs, inputs.input_ids)
+            token_ids, logprobs = self._sample(self.run_model(inputs), seqs)
+            self.sampled[: len(seqs)] = token_ids
+        self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
+        if self.device.type == "cpu":
+            return LaunchedStep(self.sampled[: len(seqs)].clone(), None, logprobs)
+        host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
+        host.copy_(self.sampled[: len(seqs)], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return LaunchedStep(host, arrived, logprobs)
+
+    def collect(self, step: LaunchedStep) -> list[int]:
+        """Wait for a launched step: the sampled ids, in the order of its sequences."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        return step.token_ids.tolist()
+
+    @torch.inference_mode()
+    def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
+        """[N, vocab_size] logits of the last positions on rank 0, None elsewhere. No graph."""
+        with use_context(inputs.context):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+            return self.model.compute_logits(hidden)
+
+    def _sample(
+        self, logits: torch.Tensor, seqs: list[Sequence]
+    ) -> tuple[torch.Tensor, dict[int, dict[int, float]]]:
+        """Ids [N], and the log-probabilities of those who want them, as in LaunchedStep."""
         wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
         raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
         sampling = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
         token_ids = sample(logits, sampling)
-        self.logprobs = [None] * len(seqs)
-        if wanted:
-            counts = [seqs[i].sampling_params.logprobs for i in wanted]
-            for i, result in zip(
-                wanted, top_logprobs(raw_logits, token_ids[wanted], counts), strict=True
-            ):
-                self.logprobs[i] = result
-        return token_ids.tolist()
+        if not wanted:
+            return token_ids, {}
+        counts = [seqs[i].sampling_params.logprobs for i in wanted]
+        results = top_logprobs(raw_logits, token_ids[wanted], counts)
+        return token_ids, dict(zip((seqs[i].seq_id for i in wanted), results, strict=True))
 
-    @torch.inference_mode()
-    def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
-        """[N, vocab_size] logits of the last positions on rank 0, None elsewhere."""
-        context = inputs.context
-        with use_context(context):
-            if self.graphs and not context.is_prefill and self.graphs.fits(len(inputs.input_ids)):
-                hidden = self.graphs.run(inputs)
-                self.num_graph_replays += 1
-            else:
-                hidden = self.model(inputs.input_ids, inputs.positions)
-                self.num_graph_misses += not context.is_prefill
-            return self.model.compute_logits(hidden)
+    def _take_pending(self, seqs: list[Sequence], input_ids: torch.Tensor) -> None:
+        """Fill in the input ids [N] that are still on the device only, from the step before."""
+        rows = [i for i, seq in enumerate(seqs) if seq.last_token == PENDING]
+        if rows:
+            input_ids[rows] = self.sampled[[self._rows[seqs[i].seq_id] for i in rows]]
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -152,9 +200,11 @@ class ModelRunner:
         return num_blocks
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> CudaGraphs:
+    def _capture_graphs(self) -> DecodeGraphs:
         max_num_blocks = -(-self.config.max_model_len // self.block_size)
-        return CudaGraphs(self.model, self.config.max_num_seqs, max_num_blocks, self.device)
+        return DecodeGraphs(
+            self.model, self.config.max_num_seqs, max_num_blocks, self.block_size, self.sampled
+        )
 
     def exit(self) -> None:
         """Let go of the model, the pool and the graphs, and give their memory back."""
@@ -164,6 +214,18 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+
+def _needs_more_than_the_graph(seq: Sequence) -> bool:
+    """The graph samples with a temperature; filters, bans and reports come after it."""
+    params = seq.sampling_params
+    return (
+        params.top_k > 0
+        or params.top_p < 1
+        or params.min_p > 0
+        or params.logprobs is not None
+        or seq.num_completion_tokens < params.min_tokens
+    )
 
 
 def _resolve_device(name: str, rank: int) -> torch.device:

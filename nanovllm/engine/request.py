@@ -94,17 +94,18 @@ class Request:
         # Token by token only where somebody looks: for most requests one decode at the end does.
         self.detokenizer = Detokenizer(tokenizer, params.stop) if params.stop or streamed else None
         self.stopped_by_string = False
-        self._num_streamed = 0
+        self._num_accepted = self._num_streamed = 0
         self._streamed_text = ""
 
-    def accept(self, logprobs: dict[int, float] | None) -> bool:
+    def accept(self, token_id: int, logprobs: dict[int, float] | None) -> bool:
         """Take note of the token that `seq` just accepted. True if a stop string ends it."""
+        self._num_accepted += 1
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
         if self.detokenizer is None:
             return False
-        may_stop = self.seq.num_completion_tokens >= self.seq.sampling_params.min_tokens
-        self.stopped_by_string = self.detokenizer.append(self.seq.last_token, may_stop)
+        may_stop = self._num_accepted >= self.seq.sampling_params.min_tokens
+        self.stopped_by_string = self.detokenizer.append(token_id, may_stop)
         return self.stopped_by_string
 
     def text(self) -> str:

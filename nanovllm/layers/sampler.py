@@ -8,12 +8,11 @@ depend on its row, its batch, or how it was chunked or preempted. `sample_torch`
 is the reference; layers/sampler_kernels.py computes the same in two Triton kernels.
 """
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from nanovllm.layers import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class SamplingInputs:
 
     temperatures: torch.Tensor | None = None  # float32, 0: greedy row; None: all rows are
     seeds: torch.Tensor | None = None  # int64
-    positions: torch.Tensor | None = None  # int64, where in its request the new token will stand
+    positions: torch.Tensor | None = None  # integers, where in its request the new token will stand
     top_k: torch.Tensor | None = None  # int32, vocab_size: off
     top_p: torch.Tensor | None = None  # float32, 1: off
     min_p: torch.Tensor | None = None  # float32, 0: off
@@ -34,13 +33,13 @@ class SamplingInputs:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """logits [N, vocab] -> int64 [N]. A -inf logit is never chosen. Writes -inf to the banned
+    """logits [N, vocab] -> integers [N]. A -inf logit is never chosen. Writes -inf to the banned
     candidates' logits."""
     if inputs.banned is not None:
         logits[inputs.banned] = -torch.inf
     if inputs.temperatures is None:
         return logits.argmax(dim=-1)
-    if logits.is_cuda and HAS_TRITON:
+    if kernels.usable(logits):
         from nanovllm.layers.sampler_kernels import sample_triton
 
         return sample_triton(logits, inputs)
@@ -86,7 +85,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
     # One Philox call gives four 32-bit numbers, for candidates 4 i .. 4 i + 3.
     counter = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
-    bits = _philox(seeds.unsqueeze(1), counter, positions.unsqueeze(1))
+    bits = _philox(seeds.unsqueeze(1), counter, positions.long().unsqueeze(1))
     uniform = (bits.flatten(1)[:, :vocab_size].float() + 0.5) * 2.0**-32
     # -log1p(-u) is an exponential variate with full precision near 0, where the largest noise
     # comes from; u rounded to 1 gives inf, that is noise of -inf, and is merely not chosen.
@@ -119,7 +118,7 @@ def top_logprobs(
     """For each row {id: log-probability} of the counts[i] best ids, best first, and of the chosen
     one. logits [N, vocab], token_ids [N] the chosen ids."""
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
     best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
     results = []
     for ids, values, count, own_id, own_value in zip(

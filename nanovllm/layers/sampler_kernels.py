@@ -168,8 +168,38 @@ def _gumbel_argmax_kernel(
     tl.store(index_ptr + row * num_splits + split, best_index)
 
 
-def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """As `sample_torch`: logits [N, vocab], rows dense, -> int64 [N]."""
+@triton.jit
+def _pick_kernel(
+    value_ptr,
+    index_ptr,
+    token_ptr,
+    num_splits,
+    next_id_ptr,
+    context_len_ptr,
+    ADVANCE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program per row: the best split's id. With ADVANCE it becomes the row's next input and
+    the context grows by it; a row of context length 0 is padding and stays so."""
+    row = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    mask = split < num_splits
+    values = tl.load(value_ptr + row * num_splits + split, mask=mask, other=float("-inf"))
+    token = tl.load(index_ptr + row * num_splits + tl.argmax(values, axis=0))
+    tl.store(token_ptr + row, token)
+    if ADVANCE:
+        tl.store(next_id_ptr + row, token)
+        context_len = tl.load(context_len_ptr + row)
+        tl.store(context_len_ptr + row, tl.where(context_len > 0, context_len + 1, 0))
+
+
+def sample_triton(
+    logits: torch.Tensor,
+    inputs: SamplingInputs,
+    advance: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """As `sample_torch`: logits [N, vocab], rows dense, -> int32 [N]. `advance`: (next input ids,
+    context lengths), both int32 [N], to be moved on by one token."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
@@ -194,7 +224,20 @@ def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         BLOCK=BLOCK,
         num_warps=8,
     )
-    return indices.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1).long()
+    token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    next_ids, context_lens = advance if advance is not None else (token_ids, token_ids)
+    _pick_kernel[(num_rows,)](
+        values,
+        indices,
+        token_ids,
+        num_splits,
+        next_ids,
+        context_lens,
+        ADVANCE=advance is not None,
+        SPLITS=triton.next_power_of_2(num_splits),
+        num_warps=1,
+    )
+    return token_ids
 
 
 def filter_thresholds(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor | None:
