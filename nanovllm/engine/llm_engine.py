@@ -58,9 +58,7 @@ class LLMEngine:
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
         self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
         # Whole loops run a step ahead where that hides the host's work behind the GPU's.
-        self._loop_step = (
-            self._run_ahead.step if self.model_runner.device.type == "cuda" else self.step
-        )
+        self.runs_ahead = self.model_runner.device.type == "cuda"
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -116,6 +114,10 @@ class LLMEngine:
         self._on_tokens(accepted, self.model_runner.logprobs)
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished]
         return finished, num_tokens if is_prefill else -num_tokens
+
+    def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """One turn of `generate`, `chat` and `stream`: `step`, or RunAhead's, with its result."""
+        return self._run_ahead.step() if self.runs_ahead else self.step()
 
     def _on_tokens(
         self, accepted: list[tuple[Sequence, int]], logprobs: dict[int, dict[int, float]]
@@ -188,7 +190,7 @@ class LLMEngine:
         try:
             left = dict(enumerate(requests))
             while left:
-                self._loop_step()
+                self.loop_step()
                 for index, request in list(left.items()):
                     increment = request.increment(index)
                     if request.seq.is_finished:
@@ -204,7 +206,7 @@ class LLMEngine:
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             while left:
                 start = perf_counter()
-                finished, num_tokens = self._loop_step()
+                finished, num_tokens = self.loop_step()
                 speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
