@@ -69,7 +69,7 @@ class BatchState:
         ids[:n] = [seq.last_token for seq in seqs]
         source[:n] = sources
         lens[:n] = [len(seq) for seq in seqs]
-        lens[n:] = 0
+        ids[n:] = lens[n:] = 0  # padding rows are computed too, so they need an id that exists
         temperatures[:n] = [seq.temperature for seq in seqs]
         seeds[:n] = np.array([seq.seed % 2**64 for seq in seqs], dtype=np.uint64).view(np.int64)
         for row, seq in zip(tables, seqs, strict=False):
