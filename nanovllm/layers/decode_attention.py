@@ -13,7 +13,6 @@ from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
 KEYS = 64  # positions per inner step
-MAX_SPLITS = 32
 
 
 @triton.jit
@@ -57,19 +56,24 @@ def _decode_attention_kernel(
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence, KV head, split). The new position's k and v are used from registers by
-    split 0, which also stores them; all splits read the pool only before that position, so no
-    program reads what another one writes."""
+    """Program (sequence, KV head, split). A context is cut into up to SPLITS parts of at least
+    MIN_SPLIT positions; the programs of the other splits have nothing to do.
+
+    The new position's k and v are used from registers by split 0, which also stores them; all
+    splits read the pool only before that position, so no program reads what another one writes."""
     pdl_launch(PDL)
     pdl_wait(PDL)
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_len_ptr + seq)
-    if context_len > 0:  # 0 marks a padding row of a CUDA graph
+    num_old = context_len - 1
+    num_splits = tl.maximum(tl.minimum(num_old // MIN_SPLIT, SPLITS), 1)
+    if (context_len > 0) & (split < num_splits):  # length 0 marks a padding row of a CUDA graph
         dtype = qkv_ptr.dtype.element_ty
         qkv_ptr += seq.to(tl.int64) * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
@@ -107,8 +111,7 @@ def _decode_attention_kernel(
             total = tl.full((ROWS,), 1.0, tl.float32)
             acc += new_v.to(tl.float32)
 
-        num_old = context_len - 1
-        per_split = tl.cdiv(tl.cdiv(num_old, SPLITS), KEYS) * KEYS
+        per_split = tl.cdiv(tl.cdiv(num_old, num_splits), KEYS) * KEYS
         first = split * per_split
         end = tl.minimum(first + per_split, num_old)
         table_ptr += seq.to(tl.int64) * table_stride
@@ -142,7 +145,7 @@ def _decode_attention_kernel(
 
         out_mask = (row < GROUP) & (wide < DIM)
         out_at = (seq.to(tl.int64) * HEADS + kv_head * GROUP + row) * DIM + wide
-        if SPLITS == 1:
+        if num_splits == 1:
             tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
         else:
             group = seq.to(tl.int64) * KV_HEADS + kv_head
@@ -155,35 +158,45 @@ def _decode_attention_kernel(
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
             done = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
-            if done == SPLITS - 1:
+            if done == num_splits - 1:
                 # .cg: from L2, where other programs' stores are. The overall maximum first, so
                 # that the loads of the second loop do not wait for one another.
-                each = (group * SPLITS + tl.arange(0, SPLITS)[:, None]) * (2 * ROWS) + rows[None, :]
-                bests = tl.load(part_stats_ptr + each, cache_modifier=".cg")
+                part = tl.arange(0, SPLITS)[:, None]
+                each = (group * SPLITS + part) * (2 * ROWS) + rows[None, :]
+                there = (part < num_splits) & (rows < ROWS)[None, :]
+                bests = tl.load(
+                    part_stats_ptr + each, mask=there, other=float("-inf"), cache_modifier=".cg"
+                )
                 best = tl.max(bests, axis=0)
-                totals = tl.load(part_stats_ptr + each + ROWS, cache_modifier=".cg")
+                totals = tl.load(
+                    part_stats_ptr + each + ROWS, mask=there, other=0.0, cache_modifier=".cg"
+                )
                 total = tl.sum(totals * tl.exp2(bests - best[None, :]), axis=0)
                 acc = tl.zeros((ROWS, WIDE), tl.float32)
-                for i in tl.static_range(SPLITS):
-                    part = group * SPLITS + i
+                for i in range(num_splits):
+                    at = group * SPLITS + i
                     theirs = tl.load(
-                        part_ptr + part * (ROWS * WIDE) + row * WIDE + wide,
+                        part_ptr + at * (ROWS * WIDE) + row * WIDE + wide,
                         mask=out_mask,
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    stats = part_stats_ptr + part * (2 * ROWS) + rows
+                    stats = part_stats_ptr + at * (2 * ROWS) + rows
                     share = tl.exp2(tl.load(stats, cache_modifier=".cg") - best)
                     acc += theirs * share[:, None]
                 tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
                 tl.store(counter_ptr + group, 0)  # ready for the next launch
 
 
-def num_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """Programs per (sequence, KV head): enough to fill the GPU's multiprocessors about twice, a
-    power of two. A large batch fills them unsplit."""
-    wanted = 256 // (num_seqs * num_kv_heads)
-    return min(1 << max(wanted, 1).bit_length() - 1, MAX_SPLITS)
+def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
+    """(most splits of a context, a power of two; least positions of one) for a batch.
+
+    A small batch needs splits to fill the GPU. A large one fills it, but its longest contexts,
+    in one program each, would still be running when all others have ended."""
+    programs = num_seqs * num_kv_heads
+    if programs <= 64:
+        return (32 if programs <= 16 else 16), 128
+    return (8, 256) if programs <= 256 else (4, 512)
 
 
 class DecodeAttention:
@@ -216,7 +229,7 @@ class DecodeAttention:
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
-        splits = num_splits(num_seqs, num_kv_heads)
+        splits, min_split = split_limits(num_seqs, num_kv_heads)
         rows = max(triton.next_power_of_2(group), 16)  # 16: the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -253,6 +266,7 @@ class DecodeAttention:
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
             KEYS=KEYS,
+            MIN_SPLIT=min_split,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             PDL=pdl,
             num_warps=4,
@@ -266,8 +280,6 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, ...]:
         """Partial results [groups, splits, rows, wide], their maxima and sums, and counters that
         are 0 between launches. Kept: a CUDA graph remembers the addresses."""
-        if splits == 1:
-            groups = 1  # not used, but the kernel wants pointers
         key = (groups, splits, rows, wide)
         if key not in self.scratch:
             self.scratch[key] = (

@@ -14,6 +14,8 @@ import torch
 
 from nanovllm.layers import kernels
 
+NOISE_BLOCK = 4096  # candidates whose noise comes from one run of Philox counters
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
@@ -83,10 +85,15 @@ def _filtered(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
-    # One Philox call gives four 32-bit numbers, for candidates 4 i .. 4 i + 3.
-    counter = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
-    bits = _philox(seeds.unsqueeze(1), counter, positions.long().unsqueeze(1))
-    uniform = (bits.flatten(1)[:, :vocab_size].float() + 0.5) * 2.0**-32
+    # One Philox call gives four 32-bit numbers. Candidates come in blocks of 4 Q; call i of a block
+    # serves its candidates i, Q + i, 2 Q + i and 3 Q + i, so that a kernel reads them in order.
+    num_blocks = -(-vocab_size // NOISE_BLOCK)
+    counter = torch.arange(num_blocks * NOISE_BLOCK // 4, device=seeds.device)
+    bits = _philox(
+        seeds.unsqueeze(1), counter.expand(len(seeds), -1), positions.long().unsqueeze(1)
+    )
+    bits = bits.unflatten(1, (num_blocks, -1)).transpose(2, 3).flatten(1)[:, :vocab_size]
+    uniform = (bits.float() + 0.5) * 2.0**-32
     # -log1p(-u) is an exponential variate with full precision near 0, where the largest noise
     # comes from; u rounded to 1 gives inf, that is noise of -inf, and is merely not chosen.
     return -torch.log(-torch.log1p(-uniform))

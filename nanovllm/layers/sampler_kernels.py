@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.layers.sampler import NOISE_BLOCK, SamplingInputs
 
-BLOCK = 4096
+BLOCK = NOISE_BLOCK
 
 
 @triton.jit
@@ -146,26 +146,29 @@ def _gumbel_argmax_kernel(
     threshold = tl.full((), float("-inf"), tl.float32)
     if HAS_THRESHOLD:
         threshold = tl.load(threshold_ptr + row)
-    best_value = tl.full((), float("-inf"), tl.float32)
-    best_index = tl.zeros((), tl.int32)
     quads = tl.arange(0, BLOCK // 4)
+    # The best of each lane, over the blocks; reduced once at the end.
+    best_value = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
+    best_index = quads * 0
     first = split * per_split
     for start in range(first, min(first + per_split, vocab_size), BLOCK):
         counter = (start // 4 + quads).to(tl.uint32)
         zero = counter * 0
-        a, b, c, d = tl.philox(seed, counter, zero + position, zero, zero)
-        # Candidate 4 i + j takes number j of call i: [BLOCK/4] x 4 -> [BLOCK] in that order.
-        bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        value = tl.where(greedy, x, x * inverse + _gumbel(bits))
-        value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
-        top, where = tl.max(value, axis=0, return_indices=True)
-        better = top > best_value
-        best_index = tl.where(better, start + where, best_index)
-        best_value = tl.where(better, top, best_value)
-    tl.store(value_ptr + row * num_splits + split, best_value)
-    tl.store(index_ptr + row * num_splits + split, best_index)
+        numbers = tl.philox(seed, counter, zero + position, zero, zero)
+        for j in tl.static_range(4):  # number j of call i is candidate j Q + i of the block
+            ids = start + j * (BLOCK // 4) + quads
+            x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            x = x.to(tl.float32)
+            value = tl.where(greedy, x, x * inverse + _gumbel(numbers[j]))
+            value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
+            better = value > best_value  # strictly: of equal ones the first stays
+            best_index = tl.where(better, ids, best_index)
+            best_value = tl.where(better, value, best_value)
+    top = tl.max(best_value, axis=0)
+    # The lowest id among equal ones, as argmax takes.
+    first_id = tl.min(tl.where(best_value == top, best_index, 0x7FFFFFFF), axis=0)
+    tl.store(value_ptr + row * num_splits + split, top)
+    tl.store(index_ptr + row * num_splits + split, first_id)
 
 
 @triton.jit
