@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, **settings: Any) -> ModelRunner:
     settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 8, "max_model_len": 32, **settings}
     config = Config(model=str(folder), device="cpu", **settings)
-    return ModelRunner(config, load_model_config(str(folder)))
+    return ModelRunner(config, load_model_config(str(folder)), frozenset())
 
 
 def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
@@ -49,7 +49,7 @@ def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
 def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is sized after the weights are there: what they leave is what it may take."""
     order: list[str] = []
-    for name in ("_resolve_device", "Qwen3ForCausalLM", "load_weights", "Sampler"):
+    for name in ("_resolve_device", "Qwen3ForCausalLM", "load_weights"):
         monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
     for name in ("measure_num_blocks", "check_pool", "allocate_kv_cache"):
         monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
@@ -59,7 +59,6 @@ def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         "_resolve_device",
         "Qwen3ForCausalLM",
         "load_weights",
-        "Sampler",
         "measure_num_blocks",
         "check_pool",
         "allocate_kv_cache",
@@ -131,14 +130,19 @@ def test_a_given_number_of_blocks_is_obeyed(folder: Path) -> None:
     assert runner.kv_cache.shape == (2, 2, 3, 4, 2, 16)
 
 
-def test_the_choice_of_attention_is_logged_once(
+def test_one_line_at_info_says_what_was_chosen(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Attention, dtype, device, graphs, the pool in blocks and tokens, and the number of ranks."""
     with caplog.at_level(logging.INFO, logger="nanovllm"):
-        runner = start(folder)
+        runner = start(folder, dtype="bfloat16")
         runner.call("run", [sequence(5, [0, 1])], True)
-    choices = [r.message for r in caplog.records if r.message.startswith("attention:")]
-    assert choices == ["attention: plain torch, since the device is cpu"]
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        "plain torch attention, torch.bfloat16 on cpu, CUDA graphs off, 8 KV blocks (32 tokens), "
+        "world size 1"
+    )
 
 
 # --- running --------------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ def test_each_row_of_a_batch_has_its_own_temperature(device: torch.device) -> No
     assert not tokens[1::3].any()
 
 
-def test_half_precision_logits_are_sampled_in_float32(device: torch.device) -> None:
-    """bfloat16 noise would take too few values for the tails to come out right."""
+def test_half_precision_logits_follow_the_same_law(device: torch.device) -> None:
+    """As a bfloat16 model gives them."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5], device=device).to(torch.bfloat16)
     tokens = Sampler()(logits.expand(20_000, 6), torch.ones(20_000, device=device))
     check_distribution(tokens, logits, 1.0)

@@ -59,7 +59,7 @@ class ModelRunner:
         `min_tokens`. Raises ValueError for a checkpoint that does not match, a missing device, or
         too little memory."""
         self.config = config
-        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < model_config.vocab_size)
+        self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
@@ -90,14 +90,17 @@ class ModelRunner:
         )
         if kernels.usable(self.sampled) and not config.enforce_eager:
             self.graphs = self._capture_graphs()
-        logger.info(
-            "%s, %s, %d KV blocks of %d positions, CUDA graphs %s",
-            self.device,
-            self.dtype,
-            self.num_kvcache_blocks,
-            self.block_size,
-            "on" if self.graphs else "off",
-        )
+        if tp.rank == 0:
+            logger.info(
+                "%s, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
+                attention.__name__,
+                self.dtype,
+                self.device,
+                "on" if self.graphs else "off",
+                self.num_kvcache_blocks,
+                self.num_kvcache_blocks * self.block_size,
+                tp.size,
+            )
 
     def call(self, method: str, *args: Any) -> Any:
         """Run one of this runner's methods by name, on every rank; rank 0's result."""

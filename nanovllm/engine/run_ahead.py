@@ -15,6 +15,7 @@ from typing import NamedTuple
 from nanovllm.engine.model_runner import LaunchedStep, ModelRunner
 from nanovllm.engine.scheduler import Progress, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.interrupts import interrupts_held
 
 # (accepted (sequence, token id) pairs, seq_id -> log-probabilities) -> None
 OnTokens = Callable[[list[tuple[Sequence, int]], dict[int, dict[int, float]]], None]
@@ -43,7 +44,8 @@ class RunAhead:
         before = self.in_flight
         if before is not None and not self.scheduler.can_run_ahead():
             return self.drain()
-        self.in_flight = None if self.scheduler.is_finished() else self._launch(before)
+        with interrupts_held():  # from schedule to advance; none of it waits for the GPU
+            self.in_flight = None if self.scheduler.is_finished() else self._launch(before)
         return ([], 0) if before is None else self._take_in(before)
 
     def drain(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -67,13 +69,14 @@ class RunAhead:
     def _take_in(self, step: InFlight) -> tuple[list[tuple[int, list[int]]], int]:
         try:
             token_ids = self.runner.call("collect", step.launched)
-        except BaseException:
+        except BaseException:  # Ctrl-C while waiting, too
             ahead = [row.seq for row in self.in_flight.progress] if self.in_flight else []
             self.scheduler.rollback(self._merged(ahead, step))
             self.in_flight = None
             raise
-        accepted = self.scheduler.commit(step.progress, token_ids)
-        self.on_tokens(accepted, step.launched.logprobs)
+        with interrupts_held():
+            accepted = self.scheduler.commit(step.progress, token_ids)
+            self.on_tokens(accepted, step.launched.logprobs)
         finished = [(s.seq_id, s.completion_token_ids) for s, _ in accepted if s.is_finished]
         return finished, step.num_tokens
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection
-from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from nanovllm.config import Config
@@ -97,11 +97,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new request; it joins at the next step. Raises ValueError as `check` does."""
         self.check(seq)
-        if self.is_finished():
-            self.headroom, self.longest_completion = (
-                0.0,
-                0,
-            )  # a new job: what the last one taught need not hold for it
+        if self.is_finished():  # a new job: what the last one taught need not hold for it
+            self.headroom, self.longest_completion = 0.0, 0
         self.waiting.append(seq)
 
     def schedule(self) -> ScheduledBatch:
@@ -144,23 +141,25 @@ class Scheduler:
 
         Admitting whatever fits *now* thrashes under pressure: all grow, the newest are preempted,
         prefill again as soon as something fits, and are preempted again. So the need is looked at
-        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"): sorted by what they
-        still have to grow, when the i-th ends the first i have grown as much as it, and those
-        after it have given their blocks back. Since completions often stop early, they are
-        expected to grow to the longest seen so far at most, times `headroom`. That is learned: 0,
-        the plain rule, until something is preempted; raised by each preemption (beyond 1 where
-        even the full growth leaves no margin) and eased by each finished request.
+        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"). The one with least to
+        grow ends first: until then all grow as much as it, then it gives its blocks back, and so
+        on. Since completions often stop early, they are expected to grow to the longest seen so
+        far at most, times `headroom`. That is learned: 0, the plain rule, until something is
+        preempted; raised by each preemption (beyond 1 where even the full growth leaves no margin)
+        and eased by each finished request.
         """
         if not self.headroom or not self.running:
             return True
-        block_size = self.block_manager.block_size
-        growing = sorted(
-            (self.headroom * self._tokens_left(s) / block_size, s.num_blocks)
-            for s in (*self.running, seq)
-        )
-        growing.reverse()
-        freed = list(accumulate((blocks for _, blocks in reversed(growing)), initial=0))[-2::-1]
-        peak = max((i + 1) * growth - freed[i] for i, (growth, _) in enumerate(growing))
+        live = [*self.running, seq]
+        growth = [
+            self.headroom * self._tokens_left(s) / self.block_manager.block_size for s in live
+        ]
+        peak = freed = 0.0
+        num_left = len(live)
+        for blocks, s in sorted(zip(growth, live, strict=True), key=itemgetter(0)):
+            peak = max(peak, num_left * blocks - freed)
+            freed += s.num_blocks
+            num_left -= 1
         return peak <= len(self.block_manager.free_block_ids) - seq.num_blocks
 
     def _tokens_left(self, seq: Sequence) -> int:
@@ -256,11 +255,13 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a live request: FINISHED, its blocks freed, a pending token forgotten. A step in
-        flight may still write to its last block; later owners write there after that."""
-        if seq.last_token == PENDING:
-            seq.token_ids.pop()
-        seq.status = SequenceStatus.FINISHED
+        flight may still write to its last block; later owners write there after that. One that
+        has finished already keeps nothing but the new reason."""
         seq.finish_reason = reason
+        if seq.is_finished:
+            return
+        self._drop_pending(seq)
+        seq.status = SequenceStatus.FINISHED
         self.block_manager.deallocate(seq)
         self._leave_queue(seq)
         if reason != "abort":
@@ -283,15 +284,19 @@ class Scheduler:
         in their order. What it may have written to their blocks is forgotten with the blocks."""
         for seq in reversed(seqs):
             if not seq.is_finished:
-                if seq.last_token == PENDING:
-                    seq.token_ids.pop()
+                self._drop_pending(seq)
                 self._leave_queue(seq)
                 self.preempt(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """End a live request for its caller's reasons, with finish_reason "abort"."""
+        """End a live request for its caller's reasons, with finish_reason "abort". One that is
+        not live is ignored."""
         if not seq.is_finished:
             self.finish(seq, "abort")
+
+    def _drop_pending(self, seq: Sequence) -> None:
+        if seq.last_token == PENDING:
+            seq.token_ids.pop()
 
     def _leave_queue(self, seq: Sequence) -> None:
         for queue in (self.running, self.waiting):

@@ -180,20 +180,18 @@ def flash3_attention(
 def select_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionFunction:
-    """Choose the fastest implementation that works here, once per engine, and log the choice."""
-    reason = f"the device is {device.type}"
-    if device.type == "cuda":
-        for name, function, varlen in (
-            ("FlashAttention-3", flash3_attention, flash3_varlen_func),
-            ("FlashAttention-2", flash_attention, flash_attn_varlen_func),
-        ):
-            reason = _why_not(name, varlen, device, dtype, head_dim, block_size)
-            if reason is None:
-                logger.info("attention: %s", name)
-                return function
-    # On a GPU the fall-back makes prefill slow, which the user will want to know.
-    level = logging.WARNING if device.type == "cuda" else logging.INFO
-    logger.log(level, "attention: plain torch, since %s", reason)
+    """Choose the fastest implementation that works here, once per engine. The runner logs the
+    choice; on a GPU, where plain torch makes prefill slow, a warning gives the reason."""
+    if device.type != "cuda":
+        return torch_attention
+    for name, function, varlen in (
+        ("FlashAttention-3", flash3_attention, flash3_varlen_func),
+        ("FlashAttention-2", flash_attention, flash_attn_varlen_func),
+    ):
+        reason = _why_not(name, varlen, device, dtype, head_dim, block_size)
+        if reason is None:
+            return function
+    logger.warning("prefill attention in plain torch, since %s", reason)
     return torch_attention
 
 
