@@ -246,5 +246,7 @@ print([name for name in sys.modules if "modeling_qwen3" in name])
 """
     lines = run_python(code, ROOT / "tests" / "assets" / "tiny-qwen3").splitlines()
     (says,) = [line for line in lines if line.startswith("nanovllm")]
-    assert says.startswith("nanovllm.engine.model_runner: plain torch attention, torch.float32 on cpu")
+    logger, chosen = says.split(": ", maxsplit=1)
+    assert logger == "nanovllm.engine.model_runner"
+    assert chosen.startswith("plain torch attention, torch.float32 on cpu, CUDA graphs off, 2 KV")
     assert lines[-2:] == ["5 cpu", "[]"]

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection
-from operator import itemgetter
 from typing import NamedTuple
 
 from nanovllm.config import Config
@@ -150,22 +149,17 @@ class Scheduler:
         """
         if not self.headroom or not self.running:
             return True
-        live = [*self.running, seq]
-        growth = [
-            self.headroom * self._tokens_left(s) / self.block_manager.block_size for s in live
-        ]
+        live = [(self._blocks_to_grow(s), s.num_blocks) for s in (*self.running, seq)]
         peak = freed = 0.0
-        num_left = len(live)
-        for blocks, s in sorted(zip(growth, live, strict=True), key=itemgetter(0)):
-            peak = max(peak, num_left * blocks - freed)
-            freed += s.num_blocks
-            num_left -= 1
+        for num_ended, (growth, num_blocks) in enumerate(sorted(live)):
+            peak = max(peak, (len(live) - num_ended) * growth - freed)
+            freed += num_blocks
         return peak <= len(self.block_manager.free_block_ids) - seq.num_blocks
 
-    def _tokens_left(self, seq: Sequence) -> int:
+    def _blocks_to_grow(self, seq: Sequence) -> float:
         completion = min(seq.max_tokens, self.longest_completion or seq.max_tokens)
         total = min(seq.num_prompt_tokens + completion, self.max_model_len)
-        return max(total - seq.num_tokens, 0)
+        return self.headroom * max(total - seq.num_tokens, 0) / self.block_manager.block_size
 
     def _schedule_decode(self) -> list[Sequence]:
         chosen: list[Sequence] = []

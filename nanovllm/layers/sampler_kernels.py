@@ -11,6 +11,7 @@ import triton.language as tl
 from nanovllm.layers.sampler import NOISE_BLOCK, SamplingInputs
 
 BLOCK = NOISE_BLOCK
+PROGRAMS = 512  # of the second kernel, in all: about what fills a GPU
 
 
 @triton.jit
@@ -220,8 +221,8 @@ def sample_triton(
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
-    # About 512 programs in all fill the GPU; each takes whole BLOCKs.
-    num_splits = max(1, min(triton.cdiv(512, num_rows), triton.cdiv(vocab_size, BLOCK)))
+    # Each program takes whole BLOCKs.
+    num_splits = min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, BLOCK))
     per_split = triton.cdiv(triton.cdiv(vocab_size, num_splits), BLOCK) * BLOCK
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)

@@ -25,9 +25,9 @@ def check_size(config: ModelConfig, folder: str) -> None:
     num_stored = sum(map(os.path.getsize, paths)) // 2  # two bytes each, or four
     if paths and config.num_parameters > 4 * num_stored + 1_000_000:
         raise ValueError(
-            f"{folder}: config.json describes a model of {config.num_parameters:,} parameters, but "
-            f"the *.safetensors files hold at most {num_stored:,}: does config.json belong to them? "
-            "Is the download complete?"
+            f"{folder}: config.json describes a model of {config.num_parameters:,} parameters, "
+            f"but the *.safetensors files hold at most {num_stored:,}: does config.json belong to "
+            "them, and is the download complete?"
         )
 
 
