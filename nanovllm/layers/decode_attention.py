@@ -161,9 +161,9 @@ def _decode_attention_kernel(
             if done == num_splits - 1:
                 # .cg: from L2, where other programs' stores are. The overall maximum first, so
                 # that the loads of the second loop do not wait for one another.
-                part = tl.arange(0, SPLITS)[:, None]
-                each = (group * SPLITS + part) * (2 * ROWS) + rows[None, :]
-                there = (part < num_splits) & (rows < ROWS)[None, :]
+                every = tl.arange(0, SPLITS)[:, None]
+                each = (group * SPLITS + every) * (2 * ROWS) + rows[None, :]
+                there = (every < num_splits) & (rows < ROWS)[None, :]
                 bests = tl.load(
                     part_stats_ptr + each, mask=there, other=float("-inf"), cache_modifier=".cg"
                 )
@@ -174,15 +174,15 @@ def _decode_attention_kernel(
                 total = tl.sum(totals * tl.exp2(bests - best[None, :]), axis=0)
                 acc = tl.zeros((ROWS, WIDE), tl.float32)
                 for i in range(num_splits):
-                    at = group * SPLITS + i
+                    part_i = group * SPLITS + i
                     theirs = tl.load(
-                        part_ptr + at * (ROWS * WIDE) + row * WIDE + wide,
+                        part_ptr + part_i * (ROWS * WIDE) + row * WIDE + wide,
                         mask=out_mask,
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    stats = part_stats_ptr + at * (2 * ROWS) + rows
-                    share = tl.exp2(tl.load(stats, cache_modifier=".cg") - best)
+                    stats_i = part_stats_ptr + part_i * (2 * ROWS) + rows
+                    share = tl.exp2(tl.load(stats_i, cache_modifier=".cg") - best)
                     acc += theirs * share[:, None]
                 tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
                 tl.store(counter_ptr + group, 0)  # ready for the next launch

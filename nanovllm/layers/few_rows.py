@@ -6,8 +6,8 @@ one before it waits for its input, and long sums are split over programs whose p
 next kernel adds up. Needs triton to import.
 
 Where it is used was measured on an H200 (us; cuBLAS -> this): one row of Qwen3-0.6B's qkv 5.0 ->
-3.8, o 12.8 -> 2.3, gate_up 6.0 -> 4.9, down 6.7 -> 3.0; 16 rows of o 5.6 -> 3.2, down 7.0 -> 3.5,
-but of qkv 5.0 -> 5.6 and gate_up 5.7 -> 7.3.
+3.8, o 12.8 -> 2.3, gate_up 6.0 -> 4.9, down 6.7 -> 3.0; 8 rows of o 5.7 -> 3.1, down 7.0 -> 3.6, 64
+rows 5.7 -> 4.7 and 7.5 -> 5.3; but 16 rows of qkv 5.0 -> 5.6 and gate_up 5.7 -> 7.3.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from nanovllm.layers import kernels
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 NARROW = 2048  # outputs up to which more than one row is worth it: cuBLAS fills the GPU from there
 
 
@@ -90,9 +90,9 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def num_parts(weight: torch.Tensor) -> int:
-    """Into how many parts to split the sum, so that about 256 programs share the work."""
+    """Into how many parts to split the sum: of 512 inputs each, but at most about 512 programs."""
     out_features, in_features = weight.shape
-    return max(1, min(256 * 16 // out_features, triton.cdiv(in_features, 512)))
+    return max(1, min(512 * 16 // out_features, triton.cdiv(in_features, 512)))
 
 
 def few_rows_linear(
