@@ -53,6 +53,7 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    SMALL: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -149,42 +150,38 @@ def _decode_attention_kernel(
             tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
         else:
             group = seq.to(tl.int64) * KV_HEADS + kv_head
-            rows = tl.arange(0, ROWS)
             part = group * SPLITS + split
-            stats = part_stats_ptr + part * (2 * ROWS) + rows
-            tl.store(part_ptr + part * (ROWS * WIDE) + row * WIDE + wide, acc, mask=out_mask)
-            tl.store(stats, best)
-            tl.store(stats + ROWS, total)
+            compact = part * (SMALL * WIDE) + row * WIDE + wide
+            tl.store(part_ptr + compact, acc, mask=(row < GROUP) & (wide < WIDE))
+            stats = part_stats_ptr + part * (2 * SMALL) + tl.arange(0, ROWS)
+            in_group = tl.arange(0, ROWS) < GROUP
+            tl.store(stats, best, mask=in_group)
+            tl.store(stats + SMALL, total, mask=in_group)
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
             done = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
             if done == num_splits - 1:
-                # .cg: from L2, where other programs' stores are. The overall maximum first, so
-                # that the loads of the second loop do not wait for one another.
-                every = tl.arange(0, SPLITS)[:, None]
-                each = (group * SPLITS + every) * (2 * ROWS) + rows[None, :]
-                there = (every < num_splits) & (rows < ROWS)[None, :]
-                bests = tl.load(
-                    part_stats_ptr + each, mask=there, other=float("-inf"), cache_modifier=".cg"
+                # All parts in one load. .cg: from L2, where other programs' stores are.
+                each = tl.arange(0, SPLITS)[:, None]
+                small = tl.arange(0, SMALL)[None, :]
+                there = (each < num_splits) & (small < GROUP)
+                at = part_stats_ptr + (group * SPLITS + each) * (2 * SMALL) + small
+                bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
+                overall = tl.max(tl.where(there, bests, -1e30), axis=0)
+                share = tl.exp2(bests - overall[None, :])
+                whole = tl.sum(totals * share, axis=0)
+                parts_at = ((group * SPLITS + each) * SMALL + small)[:, :, None] * WIDE
+                parts = tl.load(
+                    part_ptr + parts_at + tl.arange(0, WIDE)[None, None, :],
+                    mask=there[:, :, None],
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
-                best = tl.max(bests, axis=0)
-                totals = tl.load(
-                    part_stats_ptr + each + ROWS, mask=there, other=0.0, cache_modifier=".cg"
-                )
-                total = tl.sum(totals * tl.exp2(bests - best[None, :]), axis=0)
-                acc = tl.zeros((ROWS, WIDE), tl.float32)
-                for i in range(num_splits):
-                    part_i = group * SPLITS + i
-                    theirs = tl.load(
-                        part_ptr + part_i * (ROWS * WIDE) + row * WIDE + wide,
-                        mask=out_mask,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    stats_i = part_stats_ptr + part_i * (2 * ROWS) + rows
-                    share = tl.exp2(tl.load(stats_i, cache_modifier=".cg") - best)
-                    acc += theirs * share[:, None]
-                tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
+                merged = tl.sum(parts * share[:, :, None], axis=0) / whole[:, None]
+                head = tl.arange(0, SMALL)[:, None]
+                to = (seq.to(tl.int64) * HEADS + kv_head * GROUP + head) * DIM + wide
+                tl.store(out_ptr + to, merged.to(dtype), mask=(head < GROUP) & (wide < DIM))
                 tl.store(counter_ptr + group, 0)  # ready for the next launch
 
 
@@ -194,9 +191,9 @@ def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
     A small batch needs splits to fill the GPU. A large one fills it, but its longest contexts,
     in one program each, would still be running when all others have ended."""
     programs = num_seqs * num_kv_heads
-    if programs <= 64:
-        return (32 if programs <= 16 else 16), 128
-    return (8, 256) if programs <= 256 else (4, 512)
+    if programs <= 128:
+        return (16 if programs <= 16 else 8), 128
+    return 4, 512
 
 
 class DecodeAttention:
@@ -230,11 +227,12 @@ class DecodeAttention:
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
         splits, min_split = split_limits(num_seqs, num_kv_heads)
-        rows = max(triton.next_power_of_2(group), 16)  # 16: the least that a tensor core takes
+        small = triton.next_power_of_2(group)
+        rows = max(small, 16)  # the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         parts, stats, counters = self._scratch(
-            num_seqs * num_kv_heads, splits, rows, wide, qkv.device
+            num_seqs * num_kv_heads, splits, small, wide, qkv.device
         )
         pdl = use_pdl(qkv)
         _decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
@@ -263,6 +261,7 @@ class DecodeAttention:
             BLOCK_SIZE=k_cache.shape[1],
             SPLITS=splits,
             ROWS=rows,
+            SMALL=small,
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
             KEYS=KEYS,
