@@ -8,9 +8,10 @@ copy from one pinned buffer.
 
 from bisect import bisect_left
 
-import numpy as np
 import torch
 
+from nanovllm.engine.inputs import fill_sampling
+from nanovllm.engine.packed import PackedBuffer
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -25,56 +26,6 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     limit = min(max_num_seqs, MAX_GRAPH_BATCH)
     sizes = {1, 2, 4, 8, *range(16, limit + 1, 16), limit}
     return sorted(size for size in sizes if size <= limit)
-
-
-class BatchState:
-    """The rows of a decode batch as one int32 array, on the device and in pinned memory.
-
-    Fields, each [rows]: input_ids; sources, see `DecodeGraphs.launch`; context_lens, the position
-    to be computed included, 0 for padding rows; temperatures (float32); seeds (int64);
-    block_tables [rows, max_num_blocks].
-    """
-
-    def __init__(self, rows: int, max_num_blocks: int, device: torch.device) -> None:
-        self.rows, self.max_num_blocks = rows, max_num_blocks
-        size = rows * (6 + max_num_blocks)
-        self.device = torch.zeros(size, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        # Two, used in turn: a copy that has not ended yet reads one while the other is filled.
-        self.hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        views = self._views(self.device)
-        self.input_ids, self.sources, self.context_lens = views[:3]
-        self.temperatures, self.seeds, self.block_tables = views[3:]
-
-    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = self.rows
-        ids, sources, lens, temperatures, seeds, tables = packed.split(
-            (rows, rows, rows, rows, 2 * rows, rows * self.max_num_blocks)
-        )
-        return (
-            ids,
-            sources,
-            lens,
-            temperatures.view(torch.float32),
-            seeds.view(torch.int64),
-            tables.view(rows, self.max_num_blocks),
-        )
-
-    def upload(self, seqs: list[Sequence], sources: list[int]) -> None:
-        """Describe the batch anew: the next position of each of `seqs` is its last token's."""
-        self.hosts.reverse()
-        host = self.hosts[0]
-        ids, source, lens, temperatures, seeds, tables = (v.numpy() for v in self._views(host))
-        n = len(seqs)
-        ids[:n] = [seq.last_token for seq in seqs]
-        source[:n] = sources
-        lens[:n] = [len(seq) for seq in seqs]
-        ids[n:] = lens[n:] = 0  # padding rows are computed too, so they need an id that exists
-        temperatures[:n] = [seq.temperature for seq in seqs]
-        seeds[:n] = np.array([seq.seed % 2**64 for seq in seqs], dtype=np.uint64).view(np.int64)
-        for row, seq in zip(tables, seqs, strict=False):
-            row[: len(seq.block_table)] = seq.block_table
-        self.device.copy_(host, non_blocking=True)
 
 
 class DecodeGraphs:
@@ -99,7 +50,19 @@ class DecodeGraphs:
         self.block_size = block_size
         self.sampled = sampled
         self.sizes = graph_batch_sizes(max_num_seqs)
-        self.state = BatchState(self.sizes[-1], max_num_blocks, sampled.device)
+        rows = self.sizes[-1]
+        self.state = PackedBuffer(
+            {
+                "seeds": (torch.int64, (rows,)),
+                "input_ids": (torch.int32, (rows,)),
+                "sources": (torch.int32, (rows,)),  # see launch
+                # Of the context, the position to be computed included; 0 for padding rows.
+                "context_lens": (torch.int32, (rows,)),
+                "temperatures": (torch.float32, (rows,)),
+                "block_tables": (torch.int32, (rows, max_num_blocks)),
+            },
+            sampled.device,
+        )
         # What the state on the device describes: rows, their lengths and block tables.
         self._seqs: list[Sequence] = []
         self._lens: list[int] = []
@@ -115,7 +78,7 @@ class DecodeGraphs:
         self._step(size)  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        pool = self.graphs[self.sizes[-1]].pool() if self.graphs else None
+        pool = self.pool() if self.graphs else None
         with torch.cuda.graph(graph, pool):
             self._step(size)
         self.graphs[size] = graph
@@ -126,7 +89,8 @@ class DecodeGraphs:
         from nanovllm.layers.sampler_kernels import sample_triton
 
         state = self.state
-        context_lens, tables = state.context_lens[:size], state.block_tables[:size]
+        input_ids, context_lens = state["input_ids"][:size], state["context_lens"][:size]
+        tables = state["block_tables"][:size]
         positions, slot_mapping = positions_and_slots(context_lens, tables, self.block_size)
         context = Context(
             is_prefill=False,
@@ -135,20 +99,24 @@ class DecodeGraphs:
             block_tables=tables,
         )
         with use_context(context):
-            hidden = self.model(state.input_ids[:size], positions)
+            hidden = self.model(input_ids, positions)
             logits = self.model.compute_logits(hidden)
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)  # on the first call, of the largest size
         self.hidden[:size] = hidden
         inputs = SamplingInputs(
-            temperatures=state.temperatures[:size],
-            seeds=state.seeds[:size],
+            temperatures=state["temperatures"][:size],
+            seeds=state["seeds"][:size],
             positions=context_lens,  # of the token to be sampled: one past the one computed
         )
-        self.sampled[:size] = sample_triton(logits, inputs, (state.input_ids[:size], context_lens))
+        self.sampled[:size] = sample_triton(logits, inputs, (input_ids, context_lens))
 
     def fits(self, batch_size: int) -> bool:
         return batch_size <= self.sizes[-1]
+
+    def pool(self) -> tuple[int, int]:
+        """The memory pool of the graphs, for torch.cuda.graph."""
+        return self.graphs[self.sizes[-1]].pool()
 
     def launch(self, seqs: list[Sequence], rows_before: dict[int, int]) -> torch.Tensor:
         """Start a decode step of `seqs`, at most the largest bucket. Their sampled ids come in
@@ -160,17 +128,26 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, len(seqs))]
         if not self._continues(seqs):
             sources = [rows_before[s.seq_id] if s.last_token == PENDING else -1 for s in seqs]
-            state = self.state
-            state.upload(seqs, sources)
-            pending = state.sources[: len(seqs)] >= 0
-            taken = self.sampled[state.sources[: len(seqs)].clamp_min(0)]
-            ids = state.input_ids[: len(seqs)]
-            torch.where(pending, taken, ids, out=ids)
+            self._upload(seqs, sources)
+            source, ids = self.state["sources"][: len(seqs)], self.state["input_ids"][: len(seqs)]
+            torch.where(source >= 0, self.sampled[source.clamp_min(0)], ids, out=ids)
             self._seqs = list(seqs)
             self._tables = [list(seq.block_table) for seq in seqs]
         self._lens = [len(seq) + 1 for seq in seqs]
         self.graphs[size].replay()
         return self.hidden[: len(seqs)]
+
+    def _upload(self, seqs: list[Sequence], sources: list[int]) -> None:
+        host, n = self.state.host(), len(seqs)
+        fill_sampling(host, seqs)
+        host["input_ids"][:n] = [seq.last_token for seq in seqs]
+        host["sources"][:n] = sources
+        host["context_lens"][:n] = [len(seq) for seq in seqs]
+        # Padding rows are computed too, so they need an id that exists.
+        host["input_ids"][n:] = host["context_lens"][n:] = 0
+        for row, seq in zip(host["block_tables"], seqs, strict=False):
+            row[: len(seq.block_table)] = seq.block_table
+        self.state.upload()
 
     def _continues(self, seqs: list[Sequence]) -> bool:
         """Whether the state on the device is already right. Lengths and tables are compared too: a
@@ -182,6 +159,5 @@ class DecodeGraphs:
         )
 
     def override(self, token_ids: torch.Tensor) -> None:
-        """Replace the ids sampled by the step launched last, [N], as the rows' next input."""
-        self.sampled[: len(token_ids)] = token_ids
-        self.state.input_ids[: len(token_ids)] = token_ids
+        """Make token_ids [N], instead of what the graph sampled, the rows' next input."""
+        self.state["input_ids"][: len(token_ids)] = token_ids

@@ -18,9 +18,10 @@ from nanovllm.engine.kv_cache import (
     kv_block_bytes,
     measure_num_blocks,
 )
+from nanovllm.engine.prefill_graphs import PrefillGraphs
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers import kernels
-from nanovllm.layers.attention import select_attention
+from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
@@ -67,6 +68,7 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
@@ -89,7 +91,7 @@ class ModelRunner:
             self.device,
         )
         if kernels.usable(self.sampled) and not config.enforce_eager:
-            self.graphs = self._capture_graphs()
+            self._capture_graphs(with_prefill=attention is not torch_attention)
         if tp.rank == 0:
             logger.info(
                 "%s, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
@@ -117,16 +119,16 @@ class ModelRunner:
     def launch(self, seqs: list[Sequence], is_prefill: bool) -> LaunchedStep:
         """Start what `run` does without waiting for it. A sequence in decode whose last token is
         PENDING must have been in the step launched just before."""
-        if not is_prefill and self.graphs is not None and self.graphs.fits(len(seqs)):
-            hidden = self.graphs.launch(seqs, self._rows)
-            self.num_graph_replays += 1
-            logprobs = {}
+        hidden = self._replay(seqs, is_prefill)
+        logprobs: dict[int, dict[int, float]] = {}
+        if hidden is not None:
             if any(map(_needs_more_than_the_graph, seqs)):
                 # The LM head again, since a graph that kept its logits would cost GiBs in all.
                 token_ids, logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
-                self.graphs.override(token_ids)
+                self.sampled[: len(seqs)] = token_ids
+                if not is_prefill:
+                    self.graphs.override(token_ids)
         else:
-            self.num_graph_misses += not is_prefill
             inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
             if not is_prefill:
                 self._take_pending(seqs, inputs.input_ids)
@@ -153,6 +155,18 @@ class ModelRunner:
         with use_context(inputs.context):
             hidden = self.model(inputs.input_ids, inputs.positions)
             return self.model.compute_logits(hidden)
+
+    def _replay(self, seqs: list[Sequence], is_prefill: bool) -> torch.Tensor | None:
+        """Start the step by a CUDA graph: the hidden states [N, hidden]. None if none holds it."""
+        if is_prefill:
+            if self.prefill_graphs is None or not self.prefill_graphs.fits(seqs):
+                return None
+            return self.prefill_graphs.launch(seqs)
+        if self.graphs is None or not self.graphs.fits(len(seqs)):
+            self.num_graph_misses += 1
+            return None
+        self.num_graph_replays += 1
+        return self.graphs.launch(seqs, self._rows)
 
     def _sample(
         self, logits: torch.Tensor, seqs: list[Sequence]
@@ -203,15 +217,25 @@ class ModelRunner:
         return num_blocks
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs:
-        max_num_blocks = -(-self.config.max_model_len // self.block_size)
-        return DecodeGraphs(
-            self.model, self.config.max_num_seqs, max_num_blocks, self.block_size, self.sampled
+    def _capture_graphs(self, with_prefill: bool) -> None:
+        """with_prefill: False for plain torch attention, which reads lengths on the host."""
+        config = self.config
+        max_num_blocks = -(-config.max_model_len // self.block_size)
+        self.graphs = DecodeGraphs(
+            self.model, config.max_num_seqs, max_num_blocks, self.block_size, self.sampled
         )
+        if with_prefill:
+            self.prefill_graphs = PrefillGraphs(
+                self.model,
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+                self.graphs.pool(),
+                self.sampled,
+            )
 
     def exit(self) -> None:
         """Let go of the model, the pool and the graphs, and give their memory back."""
-        self.graphs = None  # before the pool whose addresses they hold
+        self.graphs = self.prefill_graphs = None  # before the pool whose addresses they hold
         self.model = self.kv_cache = None
         gc.collect()
         if self.device.type == "cuda":
