@@ -6,8 +6,8 @@ scheduler and runner. The engine has no hooks for it: an engine that is not trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.tools import replaced
 from nanovllm.tools.events import (
     AfterPostprocess,
     BeforeSchedule,
@@ -59,7 +60,8 @@ class Tracer:
             (scheduler.block_manager, "can_append", self._on_can_append),
             (runner, "run", self._on_run),
         ):
-            self._open.enter_context(_listening(owner, name, note))
+            method = _noting(getattr(owner, name), note)
+            self._open.enter_context(replaced(owner, name, method))
         for name, module in runner.model.named_modules() if self.shapes else ():
             is_first_layer, is_leaf = ".layers.0." in name, not any(module.children())
             if is_leaf and (is_first_layer or name.endswith(("embed_tokens", "lm_head"))):
@@ -170,24 +172,15 @@ class Tracer:
         return len(self.llm.scheduler.block_manager.free_block_ids)
 
 
-@contextmanager
-def _listening(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
-    """Inside the block `note(result, *args)` follows each call of `owner.name(*args)`."""
-    method, was_set = getattr(owner, name), name in vars(owner)
+def _noting(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """`method`, but `note(result, *args)` follows each call."""
 
     def noted(*args: Any) -> Any:
         result = method(*args)
         note(result, *args)
         return result
 
-    setattr(owner, name, noted)
-    try:
-        yield
-    finally:
-        if was_set:
-            setattr(owner, name, method)
-        else:
-            delattr(owner, name)  # the class's own again
+    return noted
 
 
 def _describe(inputs: StepInputs, shapes: list[Any]) -> Inputs:
