@@ -321,8 +321,8 @@ def print_report(report: dict[str, Any]) -> None:
     """For people, then the JSON line."""
     for name, value in report.items():
         if name in report["repeats"][0] and value is not None:
-            each = " ".join(f"{run[name]:,.2f}" for run in report["repeats"])
-            print(f"{name:18} {value:,.2f} (median of {each})")
+            each = " ".join(f"{run[name]:,.6g}" for run in report["repeats"])
+            print(f"{name:18} {value:,.6g} (median of {each})")
         elif name != "repeats":
             print(f"{name:18} {value}")
     print(json.dumps(report))

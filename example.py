@@ -22,7 +22,7 @@ PLAY = ["ROMEO:\n", "First Citizen:\nWe are all resolved", "KING RICHARD III:\nM
 QUESTIONS = ["Introduce yourself in two sentences.", "Which planets have rings?"]
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="0 is greedy")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="per completion")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """SamplingParams: what one request asks of the sampler and of the stop rule, validated once."""
 
 import math
-from collections.abc import Iterable
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
@@ -42,8 +42,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     min_tokens: int = 0
-    stop: str | Iterable[str] | None = None
-    stop_token_ids: Iterable[int] | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,12 +65,12 @@ class SamplingParams:
 
 
 def _check_number(
-    name: str, value: object, bounds: str, low: float, high: float = math.inf
+    name: str, value: object, bounds: str, low: float, high: float = sys.float_info.max
 ) -> None:
     # bool is an int in Python; a request for a temperature of True is a mistake.
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN as well
         raise ValueError(f"{name} must be {bounds}, got {value!r}")
 
 

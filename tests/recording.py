@@ -111,7 +111,12 @@ def progress(seq: Sequence) -> str:
 
 def script(llm: LLM, emit: Callable[[Sequence], int]) -> None:
     """Replace the model by a fake that gives `emit(seq)` for each sequence of a step."""
-    llm.model_runner.run = lambda seqs, is_prefill: [emit(seq) for seq in seqs]
+
+    def run(seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        llm.model_runner.logprobs = [None] * len(seqs)
+        return [emit(seq) for seq in seqs]
+
+    llm.model_runner.run = run
 
 
 def assert_logits_agree(

@@ -147,6 +147,7 @@ def test_preempted_and_resumed_equals_never_preempted(folder: Path) -> None:
     """A pool of 12 blocks for six requests that would need 30: they are preempted over and over."""
     prompts = [random_ids(count, seed=count) for count in (4, 7, 9, 3, 6, 8)]
     roomy, tight = start(folder), start(folder, num_kvcache_blocks=12)
+    tight.llm.scheduler.learns_headroom = False  # which would leave few to preempt
     preempted: list[Sequence] = []
     preempt = tight.llm.scheduler.preempt
     tight.llm.scheduler.preempt = lambda seq: preempted.append(seq) or preempt(seq)

@@ -25,16 +25,13 @@ from nanovllm.utils.hf import (
     load_tokenizer,
 )
 
+DEFAULT = {"rope_type": "default"}
+# name -> where a RoPE base may stand
 ROPE_PLACES = {
     "top": lambda theta: {"rope_theta": theta},
-    "rope_parameters": lambda theta: {
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"}
-    },
-    "rope_scaling": lambda theta: {"rope_scaling": {"rope_theta": theta, "rope_type": "default"}},
-    "top and typed rope_scaling": lambda theta: {
-        "rope_theta": theta,
-        "rope_scaling": {"type": "default"},
-    },
+    "rope_parameters": lambda theta: {"rope_parameters": {"rope_theta": theta, **DEFAULT}},
+    "rope_scaling": lambda theta: {"rope_scaling": {"rope_theta": theta, **DEFAULT}},
+    "top and typed rope_scaling": lambda theta: {"rope_theta": theta, "rope_scaling": DEFAULT},
 }
 
 
@@ -76,14 +73,8 @@ def test_every_field_is_the_files(tmp_path: Path) -> None:
 
 def test_absent_keys_take_the_defaults_of_qwen3(tmp_path: Path) -> None:
     """head_dim 128 (not hidden / heads), untied, no biases, RoPE base 10,000, float32."""
-    config = read(
-        tmp_path,
-        head_dim=None,
-        tie_word_embeddings=None,
-        attention_bias=None,
-        rms_norm_eps=None,
-        hidden_act=None,
-    )
+    absent = ("head_dim", "tie_word_embeddings", "attention_bias", "rms_norm_eps", "hidden_act")
+    config = read(tmp_path, **dict.fromkeys(absent))
     assert config.head_dim == 128
     assert config.tie_word_embeddings is False and config.attention_bias is False
     assert config.rms_norm_eps == 1e-6

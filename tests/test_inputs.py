@@ -1,11 +1,13 @@
 """Inputs: the tensors of the worked examples' steps, value by value, on the CPU."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from scheduling import FakeModel, add_request, make_scheduler, put_first, run_step
 
 from nanovllm import SamplingParams
-from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, temperatures
+from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, sampling_inputs
 from nanovllm.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -198,10 +200,71 @@ def test_prefill_of_a_chunk_stops_at_the_scheduled_positions() -> None:
     assert (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"]) == ([0, 7], [0, 13])
 
 
-def test_temperatures_are_left_out_when_all_are_greedy() -> None:
-    def temperatures_of(*each: float) -> torch.Tensor | None:
-        return temperatures([Sequence([1], SamplingParams(temperature=t)) for t in each], CPU)
+# --- what the sampler is given --------------------------------------------------------------------
 
-    assert temperatures_of(0, 0.0) is None
-    mixed = temperatures_of(0, 0.5, 1)
-    assert mixed.dtype == torch.float32 and mixed.tolist() == [0, 0.5, 1]
+
+def sampling_values(*each: SamplingParams) -> dict[str, object]:
+    """What the sampler gets for one prompt of 3 ids per `each`; EOS ids 5 and 9, vocabulary 100."""
+    seqs = [Sequence([1, 2, 3], params) for params in each]
+    inputs = sampling_inputs(seqs, frozenset({5, 9}), 100, CPU)
+    found = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    if inputs.banned is not None:
+        rows, ids = inputs.banned
+        found["banned"] = sorted(zip(rows.tolist(), ids.tolist(), strict=True))
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def test_all_greedy_needs_nothing() -> None:
+    greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, seed=7)
+    assert set(sampling_values(greedy, greedy).values()) == {None}
+
+
+def test_a_batch_in_which_nobody_filters_has_no_filter() -> None:
+    values = sampling_values(SamplingParams(temperature=0.5, seed=4), SamplingParams(0, seed=5))
+    assert values["temperatures"] == [0.5, 0] and values["seeds"] == [4, 5]
+    assert values["positions"] == [3, 3]
+    assert values["top_k"] is values["top_p"] is values["min_p"] is values["banned"] is None
+
+
+def test_a_row_that_does_not_filter_is_switched_off_where_another_does() -> None:
+    """top_k 0, -1 and anything from the vocabulary's size on mean all of it."""
+    values = sampling_values(
+        SamplingParams(top_k=7),
+        SamplingParams(top_k=-1, top_p=0.5),
+        SamplingParams(top_k=0, min_p=0.25),
+        SamplingParams(top_k=100),
+        SamplingParams(top_k=10**9),
+    )
+    assert values["top_k"] == [7, 100, 100, 100, 100]
+    assert values["top_p"] == [1, 0.5, 1, 1, 1]
+    assert values["min_p"] == [0, 0, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "bits"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**64 - 1, -1), (-1, -1), (-(2**63),) * 2]
+)
+def test_seeds_are_64_bits(seed: int, bits: int) -> None:
+    assert sampling_values(SamplingParams(seed=seed))["seeds"] == [bits]
+
+
+def test_requests_without_a_seed_get_different_ones_and_keep_them() -> None:
+    seqs = [Sequence([1]) for _ in range(100)]
+    assert len({seq.seed for seq in seqs}) == 100
+    first, second = (sampling_inputs(seqs, frozenset(), 9, CPU).seeds for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_min_tokens_bans_what_would_end_the_request() -> None:
+    """EOS ids unless they are ignored, and stop ids; of the rows that still lack tokens."""
+    values = sampling_values(
+        SamplingParams(temperature=0, min_tokens=1),
+        SamplingParams(temperature=0, min_tokens=1, stop_token_ids=[9, 40]),
+        SamplingParams(temperature=0, min_tokens=1, stop_token_ids=[40], ignore_eos=True),
+        SamplingParams(temperature=0, stop_token_ids=[40]),
+    )
+    assert values["banned"] == [(0, 5), (0, 9), (1, 5), (1, 9), (1, 40), (2, 40)]
+    seq = Sequence([1], SamplingParams(min_tokens=2))
+    for expected in (True, True, False):
+        banned = sampling_inputs([seq], frozenset({5}), 9, CPU).banned
+        assert (banned is not None) == expected
+        seq.append_token(3)

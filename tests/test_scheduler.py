@@ -153,6 +153,7 @@ def test_the_last_of_running_preempts_itself() -> None:
 def test_a_preempted_request_waits_left_of_newer_ones_and_prefills_all_its_tokens() -> None:
     """Prefix hits on its own blocks save what has not been overwritten."""
     scheduler = make_scheduler(num_blocks=5, block_size=4)
+    scheduler.learns_headroom = False
     model = FakeModel(scheduler)
     a = add_request(scheduler, [1] * 8, max_tokens=2)
     b = add_request(scheduler, [2] * 8, max_tokens=2)

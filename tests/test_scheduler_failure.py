@@ -12,7 +12,7 @@ from scheduling import (
     run_to_end,
 )
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
 def test_rollback_of_a_prefill_step() -> None:
@@ -62,6 +62,8 @@ def test_abort_forgets_a_request_wherever_it_is(moment: str) -> None:
     scheduler.abort(seq)
     check_invariants(scheduler)
     assert seq not in scheduler.waiting and seq not in scheduler.running
+    assert (seq.status, seq.finish_reason) == (SequenceStatus.FINISHED, "abort")
+    assert (seq.num_cached_tokens, seq.block_table) == (0, [])
     run_to_end(scheduler, model)
     assert other.num_completion_tokens == 5
 
@@ -74,7 +76,7 @@ def test_abort_of_an_unknown_or_finished_request_does_nothing() -> None:
     live = add_request(scheduler, [1])
     scheduler.abort(finished)
     scheduler.abort(Sequence([1], block_size=4))
-    assert list(scheduler.waiting) == [live] and finished.is_finished
+    assert list(scheduler.waiting) == [live] and finished.finish_reason == "length"
 
 
 @pytest.mark.parametrize("failing_step", range(6))
@@ -95,7 +97,7 @@ def test_case_38_after_a_failed_step_and_abort_the_next_job_gets_only_its_own(
     assert sorted(scheduler.block_manager.free_block_ids) == list(range(8))
     retried = [add_request(scheduler, prompt, max_tokens=6) for prompt in prompts]
     run_to_end(scheduler, model)
-    assert all(not seq.is_finished for seq in failed)
+    assert {seq.finish_reason for seq in failed} == {"abort"}
     for prompt, seq in zip(prompts, retried, strict=True):
         assert seq.completion_token_ids == complete_alone(prompt, 6)[0]
 

@@ -153,6 +153,7 @@ def test_case_15_sixty_requests_through_many_preemptions(
     scheduler = make_scheduler(
         num_blocks=12, block_size=4, max_num_batched_tokens=24, max_num_seqs=6
     )
+    scheduler.learns_headroom = False  # the plain rule preempts again and again
     preempted = []
     preempt = scheduler.preempt
     monkeypatch.setattr(scheduler, "preempt", lambda seq: (preempted.append(seq), preempt(seq)))

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -25,6 +26,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hf import load_eos_token_ids, load_model_config, load_tokenizer
+from nanovllm.utils.interrupts import interrupts_held
+from nanovllm.utils.loader import check_size
 
 
 class LLMEngine:
@@ -44,9 +47,11 @@ class LLMEngine:
                 "GPU; use 1"
             )
         model_config = load_model_config(config.model)
-        self.config = replace(
-            config, max_model_len=min(config.max_model_len, model_config.max_position_embeddings)
-        )
+        check_size(model_config, config.model)
+        max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
+        self.config = replace(config, max_model_len=max_model_len)
+        # The table of rotary angles need not be longer either.
+        model_config = replace(model_config, max_position_embeddings=max_model_len)
         self.tokenizer = load_tokenizer(config.model)
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
@@ -76,18 +81,20 @@ class LLMEngine:
         id outside the vocabulary, or leaves no room within max_model_len or the KV pool.
         """
         self._check_running()
-        request = self._make_request(prompt, checked_params(sampling_params))
-        self._add([request])
-        return request.seq.seq_id
+        seq = self._make_seq(prompt, checked_params(sampling_params))
+        self._add([Request(seq, self.tokenizer)])
+        return seq.seq_id
 
     def abort(self, request_id: int) -> bool:
-        """Forget a request (the `seq_id` from `add_request`) and free its blocks. False if it is
-        not live: finished, aborted before, or never added."""
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return False
-        self.scheduler.abort(request.seq)
-        return True
+        """End a request (the `seq_id` from `add_request`) and free its blocks; its finish reason is
+        "abort". False if it is not live: finished, aborted before, or never added."""
+        with interrupts_held():
+            request = self.requests.pop(request_id, None)
+            if request is None:
+                return False
+            self.scheduler.abort(request.seq)
+            request.report()
+            return True
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step; when it returns, its tokens are accepted.
@@ -99,29 +106,33 @@ class LLMEngine:
         self._check_running()
         if self.is_finished():
             return [], 0
-        seqs, is_prefill = self.scheduler.schedule()
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+        seqs: list[Sequence] = []
         try:
+            with interrupts_held():
+                seqs, is_prefill = self.scheduler.schedule()
+            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
             token_ids = self.model_runner.call("run", seqs, is_prefill)
+            with interrupts_held():
+                self._accept(seqs, token_ids, is_prefill)
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
-            self.scheduler.rollback(seqs)
+            with interrupts_held():
+                self.scheduler.rollback(seqs)
             raise
-        accepted = [seq.completes_in_this_step for seq in seqs]
-        self.scheduler.postprocess(seqs, token_ids, is_prefill)
-        for seq, accepts, logprobs in zip(seqs, accepted, self.model_runner.logprobs, strict=True):
-            if accepts:
-                self._update_request(seq, logprobs)
         finished = [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished]
         return finished, num_tokens if is_prefill else -num_tokens
 
-    def _update_request(self, seq: Sequence, logprobs: dict[int, float] | None) -> None:
-        request = self.requests.get(seq.seq_id)
-        if request is None:  # added to the scheduler by hand
-            return
-        if request.accept(logprobs) and not seq.is_finished:
-            self.scheduler.finish(seq, "stop")
-        if seq.is_finished:
-            del self.requests[seq.seq_id]
+    def _accept(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> None:
+        """Account for a step that ran: in the scheduler, then in the requests that got a token."""
+        accepting = [seq.completes_in_this_step for seq in seqs]
+        self.scheduler.postprocess(seqs, token_ids, is_prefill)
+        for seq, accepts, logprobs in zip(seqs, accepting, self.model_runner.logprobs, strict=True):
+            request = self.requests.get(seq.seq_id)
+            if not accepts or request is None:  # None: added to the scheduler by hand
+                continue
+            if request.accept(logprobs):
+                self.scheduler.finish(seq, "stop")
+            if seq.is_finished:
+                del self.requests[seq.seq_id]
 
     def generate(
         self,
@@ -140,8 +151,8 @@ class LLMEngine:
         """
         self._check_running()
         requests = self._make_requests(paired(prompts, sampling_params))
-        self._add(requests)
         try:
+            self._add(requests)
             self._run_until_finished(requests, use_tqdm)
         finally:
             self._drop(requests)
@@ -157,8 +168,10 @@ class LLMEngine:
         """`generate` on conversations rendered by the tokenizer's chat template.
 
         conversations: messages ({"role": ..., "content": ...}), or a list of such lists.
-        Raises ValueError if there is no template, TypeError for another shape.
+        Raises ValueError if there is no template or one refuses a conversation, TypeError for
+        another shape; for the rest see `generate`.
         """
+        self._check_running()
         prompts = render_chat(conversations, self.tokenizer, add_generation_prompt)
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -169,25 +182,25 @@ class LLMEngine:
     ) -> Iterator[Increment]:
         """As `generate`, but yield each prompt's text and ids as they come.
 
-        Text comes in whole characters, and only what no stop string can still cut. Bad input
-        raises here, at once. Closing the iterator, or an exception in the caller's loop, drops
-        what is not finished.
+        Text comes in whole characters, and only what no stop string can still cut. A request that
+        is aborted ends with the finish reason "abort". Bad input raises here, at once. Closing the
+        iterator, or an exception in the caller's loop, drops what is not finished.
         """
         self._check_running()
-        requests = self._make_requests(paired(prompts, sampling_params), streamed=True)
-        return self._stream(requests)
+        news: deque[Request] = deque()
+        return self._stream(self._make_requests(paired(prompts, sampling_params), news), news)
 
-    def _stream(self, requests: list[Request]) -> Iterator[Increment]:
-        self._add(requests)
+    def _stream(self, requests: list[Request], news: deque[Request]) -> Iterator[Increment]:
         try:
-            left = dict(enumerate(requests))
-            while left:
-                self.step()
-                for index, request in list(left.items()):
-                    increment = request.increment(index)
-                    if request.seq.is_finished:
-                        del left[index]
+            self._add(requests)
+            num_left = len(requests)
+            while num_left:
+                if not news:  # another caller's steps may have brought some
+                    self.step()
+                while news:
+                    increment = news.popleft().increment()
                     if increment is not None:
+                        num_left -= increment["finish_reason"] is not None
                         yield increment
         finally:
             self._drop(requests)
@@ -195,23 +208,25 @@ class LLMEngine:
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
         left = {request.seq.seq_id for request in requests}
         speed = {True: 0.0, False: 0.0}  # tok/s of the latest prefill and decode step
+        preemptions_before = self.scheduler.num_preemptions
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            while left:
+            while left and not self.is_finished():  # finished with some left: they were aborted
                 start = perf_counter()
                 finished, num_tokens = self.step()
                 speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
                 if use_tqdm:
-                    bar.set_postfix(self._progress(speed), refresh=False)
+                    bar.set_postfix(self._progress(speed, preemptions_before), refresh=False)
                     bar.update(len(done))
 
-    def _progress(self, speed: dict[bool, float]) -> dict[str, str]:
+    def _progress(self, speed: dict[bool, float], preemptions_before: int) -> dict[str, str]:
         shown = {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"}
         manager = self.scheduler.block_manager
         shown["KV"] = f"{len(manager.used_block_ids) / len(manager.blocks):.0%}"
-        if self.scheduler.num_preemptions:
-            shown["preemptions"] = str(self.scheduler.num_preemptions)
+        preemptions = self.scheduler.num_preemptions - preemptions_before
+        if preemptions:
+            shown["preemptions"] = str(preemptions)
         return shown
 
     def stats(self) -> dict[str, int | float]:
@@ -239,33 +254,33 @@ class LLMEngine:
         }
 
     def _make_requests(
-        self, pairs: list[tuple[Prompt, SamplingParams]], streamed: bool = False
+        self, pairs: list[tuple[Prompt, SamplingParams]], news: deque[Request] | None = None
     ) -> list[Request]:
         requests = []
         for i, (prompt, params) in enumerate(pairs):
             try:
-                requests.append(self._make_request(prompt, params, streamed))
+                requests.append(Request(self._make_seq(prompt, params), self.tokenizer, i, news))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {i}: {error}") from error
         return requests
 
-    def _make_request(
-        self, prompt: Prompt, params: SamplingParams, streamed: bool = False
-    ) -> Request:
+    def _make_seq(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         check_ids(params.stop_token_ids, self.vocab_size, "stop token id")
         token_ids = token_ids_of(prompt, self.tokenizer, self.vocab_size)
         seq = Sequence(token_ids, params, self.config.kvcache_block_size)
         self.scheduler.check(seq)
-        return Request(seq, self.tokenizer, streamed)
+        return seq
 
     def _add(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.scheduler.add(request.seq)
-            self.requests[request.seq.seq_id] = request
+        with interrupts_held():
+            for request in requests:
+                self.scheduler.add(request.seq)
+                self.requests[request.seq.seq_id] = request
 
     def _drop(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.abort(request.seq.seq_id)
+        with interrupts_held():
+            for request in requests:
+                self.abort(request.seq.seq_id)
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:

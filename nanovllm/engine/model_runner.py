@@ -47,7 +47,7 @@ class ModelRunner:
         `min_tokens`. Raises ValueError for a checkpoint that does not match, a missing device, or
         too little memory."""
         self.config = config
-        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < model_config.vocab_size)
+        self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: list[dict[int, float] | None] = []
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = _resolve_device(config.device, tp.rank)
@@ -73,19 +73,20 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        if self.device.type == "cuda" and not config.enforce_eager:
-            if attention is torch_attention:
-                logger.warning("CUDA graphs: off, since plain torch attention cannot be captured")
-            else:
-                self.graphs = self._capture_graphs()
-        logger.info(
-            "%s, %s, %d KV blocks of %d positions, CUDA graphs %s",
-            self.device,
-            self.dtype,
-            self.num_kvcache_blocks,
-            self.block_size,
-            "on" if self.graphs else "off",
-        )
+        uses_torch = attention is torch_attention  # which cannot be captured
+        if self.device.type == "cuda" and not config.enforce_eager and not uses_torch:
+            self.graphs = self._capture_graphs()
+        if tp.rank == 0:
+            logger.info(
+                "%s attention, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
+                "plain torch" if uses_torch else "flash-attn",
+                self.dtype,
+                self.device,
+                "on" if self.graphs else "off",
+                self.num_kvcache_blocks,
+                self.num_kvcache_blocks * self.block_size,
+                tp.size,
+            )
 
     def call(self, method: str, *args: Any) -> Any:
         """Run one of this runner's methods by name, on every rank; rank 0's result."""

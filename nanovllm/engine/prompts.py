@@ -25,30 +25,30 @@ def paired(
         raise TypeError(f"prompts must be a list of texts or token-id lists, got {prompts!r}")
     if not prompts:
         raise ValueError("prompts is empty: give at least one prompt")
-    if isinstance(sampling_params, (list, tuple)):
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one for "
-                "all, or one for each"
-            )
-    else:
-        sampling_params = [sampling_params] * len(prompts)
-    return list(zip(prompts, map(checked_params, sampling_params), strict=True))
+    if not isinstance(sampling_params, (list, tuple)):
+        return [(prompt, checked_params(sampling_params)) for prompt in prompts]
+    if len(sampling_params) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompts but {len(sampling_params)} sampling_params: give one for "
+            "all, or one for each"
+        )
+    checked = [checked_params(params, f"prompt {i}: ") for i, params in enumerate(sampling_params)]
+    return list(zip(prompts, checked, strict=True))
 
 
-def checked_params(sampling_params: SamplingParams | None) -> SamplingParams:
+def checked_params(sampling_params: SamplingParams | None, where: str = "") -> SamplingParams:
     """The parameters themselves, or the defaults for None. TypeError for anything else."""
     if sampling_params is None:
         return SamplingParams()
     if not isinstance(sampling_params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}")
+        raise TypeError(f"{where}sampling_params must be SamplingParams, got {sampling_params!r}")
     return sampling_params
 
 
 def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
     """Tokenize text; check ids. Raises TypeError or ValueError naming what is wrong."""
     if isinstance(prompt, str):
-        token_ids = tokenizer.encode(prompt)
+        token_ids = _encoded(prompt, tokenizer)
         if not token_ids:
             raise ValueError(f"the prompt {prompt!r} tokenizes to nothing: give some text")
     elif isinstance(prompt, (list, tuple)):
@@ -59,6 +59,13 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
         raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
     check_ids(token_ids, vocab_size, "token id")
     return token_ids
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, **options)
+    except Exception as error:  # e.g. for half a surrogate pair, which is no text
+        raise ValueError(f"the text {text!r} cannot be tokenized: {error}") from error
 
 
 def check_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, what: str) -> None:
@@ -76,35 +83,57 @@ def render_chat(
     add_generation_prompt: bool,
 ) -> list[list[int]]:
     """Token ids of one conversation or several, by the tokenizer's chat template. Raises
-    ValueError if there is no template or it refuses a conversation, TypeError for another shape."""
+    ValueError if there is no template or it refuses a conversation, or for an empty one, and
+    TypeError for another shape."""
     if not tokenizer.chat_template:
         raise ValueError(
             "the model's tokenizer has no chat template: use generate() with plain prompts, or add "
             "a chat_template to tokenizer_config.json"
         )
-    if not isinstance(conversations, (list, tuple)) or not conversations:
+    if not isinstance(conversations, (list, tuple)):
         raise TypeError(
-            "conversations must be a list of messages, or a list of such lists, not empty; "
-            f"got {conversations!r}"
+            "conversations must be a list of messages, or a list of such lists, got "
+            f"{conversations!r}"
         )
+    if not conversations:
+        raise ValueError("conversations is empty: give at least one message")
     if isinstance(conversations[0], dict):
         conversations = [conversations]
-    rendered = []
     for i, messages in enumerate(conversations):
-        if not isinstance(messages, (list, tuple)) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m
-            for m in messages
+        _check_conversation(messages, f"conversation {i}")
+    return [
+        _rendered(list(messages), tokenizer, add_generation_prompt, f"conversation {i}")
+        for i, messages in enumerate(conversations)
+    ]
+
+
+def _check_conversation(messages: Conversation, what: str) -> None:
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"{what} must be a list of messages, got {messages!r}")
+    if not messages:
+        raise ValueError(f"{what} is empty: give at least one message")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
         ):
             raise TypeError(
-                f"conversation {i}: each message must be a dict with 'role' and 'content', "
-                f"got {messages!r}"
+                f"{what}: each message must be a dict with 'role' and 'content', got {message!r}"
             )
-        try:
-            text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # a template raises what its author chose
-            raise ValueError(f"conversation {i}: the chat template refused it: {error}") from error
-        # The template has written the special tokens already.
-        rendered.append(tokenizer.encode(text, add_special_tokens=False))
-    return rendered
+
+
+def _rendered(
+    messages: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    add_generation_prompt: bool,
+    what: str,
+) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # a template raises what its author chose
+        raise ValueError(f"{what}: the chat template refused it: {error}") from error
+    # The template has written the special tokens already.
+    return _encoded(text, tokenizer, add_special_tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, TypedDict
 
 from nanovllm.engine.sequence import Sequence
@@ -10,10 +11,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
+
+
 class Completion(TypedDict):
     """One prompt's result. token_ids: the completion only, a final EOS id included;
     text: token_ids decoded without special tokens, cut before a stop string;
-    finish_reason: "stop" (EOS, stop id, stop string) or "length";
+    finish_reason: "stop" (EOS, stop id, stop string), "length" or "abort";
     logprobs: if asked for, per token {id: log-probability} of the best ids and of the token."""
 
     text: str
@@ -25,38 +29,52 @@ class Completion(TypedDict):
 class Increment(TypedDict):
     """What `stream` yields: the next piece of one prompt's completion.
 
-    index: of the prompt; text, token_ids: what is new (their concatenation is the completion's);
-    finish_reason: None until the last increment of the prompt."""
+    index: of the prompt; request_id: what `abort` takes; text, token_ids: what is new (their
+    concatenation is the completion's); finish_reason: None until the prompt's last increment."""
 
     index: int
+    request_id: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
 
 
 class Detokenizer:
-    """The text of a completion while it grows, in whole characters, and its stop strings."""
+    """The text of a completion while it grows, in whole characters, and its stop strings.
+
+        |<- text of ids[:read] ->|<- held back: the bytes of a character still to be completed ->|
+
+    Decoded are ids[start:], a few tokens before `read` included: a token's text can depend on the
+    one before it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
         self.text = ""
         self._token_ids: list[int] = []
-        # token_ids[start:read] have been turned into text; they are decoded again with the ones
-        # after them, since a token's text can depend on the token before it.
         self._start = self._read = 0
+        self._window = ""  # ids[start:] decoded
+        self._num_known = 0  # characters of the window that are in `text`
 
     def append(self, token_id: int, may_stop: bool = True) -> bool:
         """Add a token. True if `may_stop` and a stop string ends in what it added; the text is
         then cut before it. A character whose bytes are not all there yet stays out of the text."""
         self._token_ids.append(token_id)
-        before = self._decode(self._start, self._read)
-        after = self._decode(self._start, len(self._token_ids))
-        if len(after) <= len(before) or after.endswith("\ufffd"):
+        window = self._decode(self._start)
+        if window == self._window and not self._decode(-1):
+            self._token_ids.pop()  # special tokens add nothing; a long row of them adds no work
             return False
         searched = len(self.text)
-        self.text += after[len(before) :]
-        self._start, self._read = self._read, len(self._token_ids)
+        whole = window.rstrip(REPLACEMENT)
+        self.text += whole[self._num_known :]
+        if len(whole) == len(window):
+            self._start, self._read = self._read, len(self._token_ids)
+            window = self._decode(self._start)
+            self._num_known = len(window)
+        else:
+            self._num_known = max(self._num_known, len(whole))
+        self._window = window
         return may_stop and self._cut_at_stop(searched)
 
     def settled_text(self) -> str:
@@ -67,8 +85,8 @@ class Detokenizer:
                 return self.text[:-held_back]
         return self.text
 
-    def _decode(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+    def _decode(self, start: int) -> str:
+        return self.tokenizer.decode(self._token_ids[start:], skip_special_tokens=True)
 
     def _cut_at_stop(self, searched: int) -> bool:
         found = []
@@ -85,27 +103,41 @@ class Request:
     """A Sequence and its output. The engine makes one per prompt and updates it in `step`."""
 
     def __init__(
-        self, seq: Sequence, tokenizer: PreTrainedTokenizerBase, streamed: bool = False
+        self,
+        seq: Sequence,
+        tokenizer: PreTrainedTokenizerBase,
+        index: int = 0,
+        news: deque[Request] | None = None,
     ) -> None:
+        """index: of its prompt in the call; news: for a stream, where to report a change."""
         params = seq.sampling_params
         self.seq = seq
         self.tokenizer = tokenizer
+        self.index = index
+        self.news = news
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         # Token by token only where somebody looks: for most requests one decode at the end does.
-        self.detokenizer = Detokenizer(tokenizer, params.stop) if params.stop or streamed else None
+        watched = params.stop or news is not None
+        self.detokenizer = Detokenizer(tokenizer, params.stop) if watched else None
         self.stopped_by_string = False
         self._num_streamed = 0
         self._streamed_text = ""
+        self._has_ended = False  # its last increment has been given out
 
     def accept(self, logprobs: dict[int, float] | None) -> bool:
         """Take note of the token that `seq` just accepted. True if a stop string ends it."""
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
-        if self.detokenizer is None:
-            return False
-        may_stop = self.seq.num_completion_tokens >= self.seq.sampling_params.min_tokens
-        self.stopped_by_string = self.detokenizer.append(self.seq.last_token, may_stop)
+        if self.detokenizer is not None:
+            may_stop = self.seq.num_completion_tokens >= self.seq.sampling_params.min_tokens
+            self.stopped_by_string = self.detokenizer.append(self.seq.last_token, may_stop)
+        self.report()
         return self.stopped_by_string
+
+    def report(self) -> None:
+        """Tell the stream, if there is one, that something is new."""
+        if self.news is not None:
+            self.news.append(self)
 
     def text(self) -> str:
         """The final text: the tokenizer's own decoding of the whole completion."""
@@ -122,15 +154,20 @@ class Request:
             logprobs=self.logprobs,
         )
 
-    def increment(self, index: int) -> Increment | None:
+    def increment(self) -> Increment | None:
         """What is new since the last call, or None if nothing is."""
-        token_ids = self.seq.completion_token_ids[self._num_streamed :]
-        if not token_ids:
+        token_ids = self.seq.token_ids[self.seq.num_prompt_tokens + self._num_streamed :]
+        ends = self.seq.is_finished
+        if self._has_ended or not (token_ids or ends):
             return None
-        text = self.text() if self.seq.is_finished else self.detokenizer.settled_text()
-        new_text = text[len(self._streamed_text) :]
-        self._num_streamed += len(token_ids)
-        self._streamed_text = text
-        return Increment(
-            index=index, text=new_text, token_ids=token_ids, finish_reason=self.seq.finish_reason
+        text = self.text() if ends else self.detokenizer.settled_text()
+        increment = Increment(
+            index=self.index,
+            request_id=self.seq.seq_id,
+            text=text[len(self._streamed_text) :],
+            token_ids=token_ids,
+            finish_reason=self.seq.finish_reason,
         )
+        self._num_streamed += len(token_ids)
+        self._streamed_text, self._has_ended = text, ends
+        return increment

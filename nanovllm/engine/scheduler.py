@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection
-from itertools import accumulate
 from typing import NamedTuple
 
 from nanovllm.config import Config
@@ -87,11 +86,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new request; it joins at the next step. Raises ValueError as `check` does."""
         self.check(seq)
-        if self.is_finished():
-            self.headroom, self.longest_completion = (
-                0.0,
-                0,
-            )  # a new job: what the last one taught need not hold for it
+        if self.is_finished():  # a new job: what the last one taught need not hold for it
+            self.headroom, self.longest_completion = 0.0, 0
         self.waiting.append(seq)
 
     def schedule(self) -> ScheduledBatch:
@@ -134,29 +130,26 @@ class Scheduler:
 
         Admitting whatever fits *now* thrashes under pressure: all grow, the newest are preempted,
         prefill again as soon as something fits, and are preempted again. So the need is looked at
-        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"): sorted by what they
-        still have to grow, when the i-th ends the first i have grown as much as it, and those
-        after it have given their blocks back. Since completions often stop early, they are
-        expected to grow to the longest seen so far at most, times `headroom`. That is learned: 0,
-        the plain rule, until something is preempted; raised by each preemption (beyond 1 where
-        even the full growth leaves no margin) and eased by each finished request.
+        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"). The one with least to
+        grow ends first: until then all grow as much as it, then it gives its blocks back, and so
+        on. Since completions often stop early, they are expected to grow to the longest seen so
+        far at most, times `headroom`. That is learned: 0, the plain rule, until something is
+        preempted; raised by each preemption (beyond 1 where even the full growth leaves no margin)
+        and eased by each finished request.
         """
         if not self.headroom or not self.running:
             return True
-        block_size = self.block_manager.block_size
-        growing = sorted(
-            (self.headroom * self._tokens_left(s) / block_size, s.num_blocks)
-            for s in (*self.running, seq)
-        )
-        growing.reverse()
-        freed = list(accumulate((blocks for _, blocks in reversed(growing)), initial=0))[-2::-1]
-        peak = max((i + 1) * growth - freed[i] for i, (growth, _) in enumerate(growing))
+        live = [(self._blocks_to_grow(s), s.num_blocks) for s in (*self.running, seq)]
+        peak = freed = 0.0
+        for num_ended, (growth, num_blocks) in enumerate(sorted(live)):
+            peak = max(peak, (len(live) - num_ended) * growth - freed)
+            freed += num_blocks
         return peak <= len(self.block_manager.free_block_ids) - seq.num_blocks
 
-    def _tokens_left(self, seq: Sequence) -> int:
+    def _blocks_to_grow(self, seq: Sequence) -> float:
         completion = min(seq.max_tokens, self.longest_completion or seq.max_tokens)
         total = min(seq.num_prompt_tokens + completion, self.max_model_len)
-        return max(total - seq.num_tokens, 0)
+        return self.headroom * max(total - seq.num_tokens, 0) / self.block_manager.block_size
 
     def _schedule_decode(self) -> list[Sequence]:
         chosen: list[Sequence] = []
@@ -187,9 +180,12 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a running request between steps: FINISHED, its blocks freed."""
-        seq.status = SequenceStatus.FINISHED
+        """End a running request between steps: FINISHED, its blocks freed. One that has finished
+        already keeps nothing but the new reason."""
         seq.finish_reason = reason
+        if seq.is_finished:
+            return
+        seq.status = SequenceStatus.FINISHED
         self.block_manager.deallocate(seq)
         self.running.remove(seq)
         self.headroom *= 1 - HEADROOM_EASE
@@ -226,14 +222,20 @@ class Scheduler:
 
     def rollback(self, seqs: list[Sequence]) -> None:
         """Undo a scheduled step that did not run: all its sequences wait again, in their order.
-        What the step may have written to their blocks is forgotten with the blocks."""
+        What the step may have written to their blocks is forgotten with the blocks. Sequences
+        that `postprocess` has accounted for are left alone."""
         for seq in reversed(seqs):
-            (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
-            self.preempt(seq)
+            if seq.num_scheduled_tokens:
+                queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+                queue.remove(seq)
+                self.preempt(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget a live request between steps and free its blocks; one not queued is ignored."""
+        """End a live request between steps: FINISHED for the reason "abort", its blocks freed. One
+        that is not queued is ignored."""
         for queue in (self.waiting, self.running):
             if seq in queue:
                 queue.remove(seq)
                 self.block_manager.deallocate(seq)
+                seq.status = SequenceStatus.FINISHED
+                seq.finish_reason = "abort"

@@ -12,12 +12,13 @@ _fresh_seeds = Random()  # its own state: the caller's random numbers are not di
 class SequenceStatus(Enum):
     """Where a request is in its life.
 
-        WAITING --(last prompt position scheduled)--> RUNNING --(stop rule)--> FINISHED
-           ^                                            |
+        WAITING --(last prompt position scheduled)--> RUNNING --(stop rule, abort)--> FINISHED
+           ^ |                                          |                               ^
+           | +------------------------------------------|------------(abort)------------+
            +------------(preempted, step failed)--------+
 
-    Only three functions move it: `Scheduler.schedule` to RUNNING, `Scheduler.preempt` back to
-    WAITING and `Scheduler.finish` to FINISHED.
+    Only four functions move it: `Scheduler.schedule` to RUNNING, `Scheduler.preempt` back to
+    WAITING, `Scheduler.finish` and `Scheduler.abort` to FINISHED.
     """
 
     WAITING = auto()
@@ -52,7 +53,7 @@ class Sequence:
         sampling_params = sampling_params or SamplingParams()
         self.seq_id = next(Sequence._ids)
         self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None  # "stop" or "length", once FINISHED
+        self.finish_reason: str | None = None  # "stop", "length" or "abort", once FINISHED
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.num_cached_tokens = 0

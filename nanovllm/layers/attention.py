@@ -129,14 +129,13 @@ def flash_attention(
 def select_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionFunction:
-    """Choose the implementation, once per engine, and log the choice with its reason."""
+    """Choose the implementation, once per engine. The runner logs the choice; on a GPU, where the
+    fall-back is slow and without CUDA graphs, a warning gives the reason."""
     reason = _why_not_flash(device, dtype, head_dim, block_size)
     if reason is None:
-        logger.info("attention: flash-attn")
         return flash_attention
-    # On a GPU the fall-back is slow and without CUDA graphs, which the user will want to know.
-    level = logging.WARNING if device.type == "cuda" else logging.INFO
-    logger.log(level, "attention: plain torch, since %s", reason)
+    if device.type == "cuda":
+        logger.warning("plain torch attention and no CUDA graphs, since %s", reason)
     return torch_attention
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_TEMPERATURE = torch.finfo(torch.float32).max
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -52,9 +53,10 @@ def sample_torch(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     logits = logits.float()
     greedy = (inputs.temperatures == 0).unsqueeze(1)
     # With the maximum subtracted first, a tiny temperature sends the others to -inf instead of
-    # overflowing the maximum to +inf.
+    # overflowing the maximum to +inf. A huge one is kept finite: -inf / inf would be NaN.
     best = logits.max(dim=-1, keepdim=True).values
-    scaled = (logits - best) / inputs.temperatures.unsqueeze(1).masked_fill(greedy, 1.0)
+    temperatures = inputs.temperatures.masked_fill(inputs.temperatures == 0, 1.0)
+    scaled = (logits - best) / temperatures.clamp_max(MAX_TEMPERATURE).unsqueeze(1)
     scaled = _filtered(scaled, inputs)
     noise = gumbel_noise(inputs.seeds, inputs.positions, logits.shape[1])
     return (scaled + noise.masked_fill(greedy, 0.0)).argmax(dim=-1)
@@ -78,7 +80,9 @@ def _filtered(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         # The first index whose share reaches top_p; rounding may keep the sum below 1.
         reached = (share < inputs.top_p.unsqueeze(1)).sum(dim=-1, keepdim=True)
         threshold = ordered.gather(1, reached.clamp_max(ordered.shape[1] - 1))
-        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+        # A row that does not use top_p must lose nothing to rounding either.
+        out = (scaled < threshold) & (inputs.top_p < 1).unsqueeze(1)
+        scaled = scaled.masked_fill(out, -torch.inf)
     return scaled
 
 
@@ -88,8 +92,11 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     counter = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
     bits = _philox(seeds.unsqueeze(1), counter, positions.unsqueeze(1))
     uniform = (bits.flatten(1)[:, :vocab_size].float() + 0.5) * 2.0**-32
+    # Kept below 1, to which it may round: noise of -inf would leave a candidate without rivals
+    # (top_k=1) no larger than those that were filtered out.
+    uniform.clamp_max_(1 - 2.0**-24)
     # -log1p(-u) is an exponential variate with full precision near 0, where the largest noise
-    # comes from; u rounded to 1 gives inf, that is noise of -inf, and is merely not chosen.
+    # comes from.
     return -torch.log(-torch.log1p(-uniform))
 
 

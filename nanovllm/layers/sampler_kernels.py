@@ -10,7 +10,8 @@ import triton.language as tl
 
 from nanovllm.layers.sampler import SamplingInputs
 
-BLOCK = 4096
+BLOCK = 4096  # candidates that a program takes at a time
+PROGRAMS = 512  # of the second kernel, in all: about what fills a GPU
 
 
 @triton.jit
@@ -24,6 +25,42 @@ def _sort_key(x):
 def _from_sort_key(key):
     bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_max(logits_ptr, vocab_size, BLOCK: tl.constexpr):
+    running = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        running = tl.maximum(running, x.to(tl.float32))
+    return tl.max(running, axis=0)
+
+
+@triton.jit
+def _count_from(logits_ptr, vocab_size, key, BLOCK: tl.constexpr):
+    """How many of the row's logits have at least this sort key."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        reaches = (_sort_key(x.to(tl.float32)) >= key) & (ids < vocab_size)
+        count += reaches.to(tl.int32)
+    return tl.sum(count, axis=0)
+
+
+@triton.jit
+def _mass_from(logits_ptr, vocab_size, key, floor, best, temperature, BLOCK: tl.constexpr):
+    """sum of exp((x - best) / temperature) over the row's logits x that have at least this sort key
+    and reach `floor`."""
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+        x = x.to(tl.float32)
+        reaches = (_sort_key(x) >= key) & (x >= floor)
+        mass += tl.where(reaches, tl.exp((x - best) / temperature), 0.0)
+    return tl.sum(mass, axis=0)
 
 
 @triton.jit
@@ -51,13 +88,7 @@ def _threshold_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     temperature = tl.load(temperature_ptr + row)
-    offsets = tl.arange(0, BLOCK)
-    running = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        mask = start + offsets < vocab_size
-        x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
-        running = tl.maximum(running, x.to(tl.float32))
-    best = tl.max(running, axis=0)
+    best = _row_max(logits_ptr, vocab_size, BLOCK)
     threshold = tl.full((), float("-inf"), tl.float32)
     if HAS_MIN:
         min_p = tl.load(min_p_ptr + row)
@@ -69,41 +100,24 @@ def _threshold_kernel(
             key = tl.zeros((), tl.uint32)
             bit = tl.full((), 0x80000000, tl.uint32)
             for _ in range(32 - LOWEST_BIT):
-                candidate = key | bit
+                if _count_from(logits_ptr, vocab_size, key | bit, BLOCK) >= top_k:
+                    key = key | bit
                 bit >>= 1
-                count = tl.zeros((BLOCK,), tl.int32)
-                for start in range(0, vocab_size, BLOCK):
-                    mask = start + offsets < vocab_size
-                    x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
-                    reaches = (_sort_key(x.to(tl.float32)) >= candidate) & mask
-                    count += reaches.to(tl.int32)
-                if tl.sum(count, axis=0) >= top_k:
-                    key = candidate
             threshold = tl.maximum(threshold, _from_sort_key(key))
     if HAS_P:
         top_p = tl.load(top_p_ptr + row)
         if (top_p < 1) & (temperature > 0):
-            mass = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab_size, BLOCK):
-                mask = start + offsets < vocab_size
-                x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
-                x = x.to(tl.float32)
-                mass += tl.where(x >= threshold, tl.exp((x - best) / temperature), 0.0)
-            wanted = tl.sum(mass, axis=0) * top_p
             key = tl.zeros((), tl.uint32)
+            mass = _mass_from(logits_ptr, vocab_size, key, threshold, best, temperature, BLOCK)
+            wanted = tl.maximum(mass * top_p, 1e-30)  # a top_p that rounds to 0 keeps the best
             bit = tl.full((), 0x80000000, tl.uint32)
             for _ in range(32 - LOWEST_BIT):
-                candidate = key | bit
+                above = _mass_from(
+                    logits_ptr, vocab_size, key | bit, threshold, best, temperature, BLOCK
+                )
+                if above >= wanted:
+                    key = key | bit
                 bit >>= 1
-                mass = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, vocab_size, BLOCK):
-                    mask = start + offsets < vocab_size
-                    x = tl.load(logits_ptr + start + offsets, mask=mask, other=float("-inf"))
-                    x = x.to(tl.float32)
-                    reaches = (_sort_key(x) >= candidate) & (x >= threshold)
-                    mass += tl.where(reaches, tl.exp((x - best) / temperature), 0.0)
-                if tl.sum(mass, axis=0) >= wanted:
-                    key = candidate
             threshold = tl.maximum(threshold, _from_sort_key(key))
     # Rounding in min_p's log must not leave out the best candidate itself.
     tl.store(threshold_ptr + row, tl.minimum(threshold, best))
@@ -113,6 +127,7 @@ def _threshold_kernel(
 def _gumbel(bits):
     """32 random bits -> Gumbel noise, as `gumbel_noise` computes it."""
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    u = tl.minimum(u, 0.99999994)  # 1 - 2^-24
     # The hardware's log is poor near 1, so -log(1 - u) is a series where u is small.
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return -tl.log(tl.where(u < 0.01, series, -tl.log(1 - u)))
@@ -140,7 +155,7 @@ def _gumbel_argmax_kernel(
     logits_ptr += row * logits_stride
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature == 0
-    inverse = 1 / tl.maximum(temperature, 1e-30)  # finite: 0 * inf would be NaN
+    inverse = 1 / tl.maximum(temperature, 1e-20)  # x * inverse must stay finite
     seed = tl.load(seed_ptr + row)
     position = tl.load(position_ptr + row).to(tl.uint32)
     threshold = tl.full((), float("-inf"), tl.float32)
@@ -173,8 +188,8 @@ def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
-    # About 512 programs in all fill the GPU; each takes whole BLOCKs.
-    num_splits = max(1, min(triton.cdiv(512, num_rows), triton.cdiv(vocab_size, BLOCK)))
+    # Each program takes whole BLOCKs.
+    num_splits = min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, BLOCK))
     per_split = triton.cdiv(triton.cdiv(vocab_size, num_splits), BLOCK) * BLOCK
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)

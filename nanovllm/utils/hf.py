@@ -44,6 +44,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
 
+    @property
+    def num_parameters(self) -> int:
+        """Without the norms and biases, a thousandth of them at most."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q, o; k, v
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        embeddings = self.vocab_size * self.hidden_size * (2 - self.tie_word_embeddings)
+        return self.num_hidden_layers * layer + embeddings
+
 
 def load_model_config(folder: str) -> ModelConfig:
     """Read config.json. Raises ValueError for a missing or unreadable file, another architecture,
@@ -63,6 +71,9 @@ def load_model_config(folder: str) -> ModelConfig:
         value = getattr(hf, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{folder}: config.json: {name} must be an int >= 1, got {value!r}")
+    eps = hf.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
+        raise ValueError(f"{folder}: config.json: rms_norm_eps must be a number > 0, got {eps!r}")
     num_kv_heads, head_dim = hf.num_key_value_heads, hf.head_dim
     if hf.num_attention_heads % num_kv_heads:
         raise ValueError(
@@ -89,7 +100,7 @@ def load_model_config(folder: str) -> ModelConfig:
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=hf.max_position_embeddings,
-        rms_norm_eps=hf.rms_norm_eps,
+        rms_norm_eps=float(eps),
         rope_theta=_rope_theta(folder, hf),
         attention_bias=bool(hf.attention_bias),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
@@ -153,7 +164,7 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{folder}: no {name}; is it a model folder in Hugging Face format?"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")

@@ -9,8 +9,26 @@ from contextlib import ExitStack
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.utils.hf import ModelConfig
+
 # (source, shard_id) -> None, as described in layers/linear.py
 WeightLoader = Callable[..., None]
+
+STORED_DTYPES = ("F32", "BF16", "F16")
+
+
+def check_size(config: ModelConfig, folder: str) -> None:
+    """Raise ValueError if the model of config.json is far larger than the files of `folder`, so
+    that an absurd number there is an error before it is memory. Near misses are `load_weights`'s
+    to name."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+    num_stored = sum(map(os.path.getsize, paths)) // 2  # two bytes each, or four
+    if paths and config.num_parameters > 4 * num_stored + 1_000_000:
+        raise ValueError(
+            f"{folder}: config.json describes a model of {config.num_parameters:,} parameters, "
+            f"but the *.safetensors files hold at most {num_stored:,}: does config.json belong to "
+            "them, and is the download complete?"
+        )
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
@@ -36,7 +54,13 @@ def load_weights(model: nn.Module, folder: str) -> None:
         for name, (load, shard_id) in destinations.items():
             path, file = sources[name]
             try:
-                load(file.get_slice(name), shard_id)
+                stored = file.get_slice(name)
+                if stored.get_dtype() not in STORED_DTYPES:
+                    raise ValueError(
+                        f"dtype {stored.get_dtype()} is not one of {', '.join(STORED_DTYPES)}: "
+                        "quantized checkpoints are not supported"
+                    )
+                load(stored, shard_id)
             except (ValueError, RuntimeError, SafetensorError) as error:
                 raise ValueError(f"{path}: tensor {name!r}: {error}") from error
 
@@ -62,7 +86,7 @@ def _open_tensors(folder: str, stack: ExitStack) -> dict[str, tuple[str, safe_op
             with open(index_path, encoding="utf-8") as file:
                 weight_map = json.load(file)["weight_map"]
             paths = sorted({os.path.join(folder, name) for name in weight_map.values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index_path} cannot be read: {error!r}") from error
     else:
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))

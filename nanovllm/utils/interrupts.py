@@ -1,0 +1,25 @@
+"""Ctrl-C at a bad moment: hold it back while several parts of a record change together."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """A Ctrl-C during the block raises at the end of it instead of in its midst. For short blocks:
+    the scheduler's books, never the model. Does nothing in a thread that Ctrl-C does not reach."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[-1])

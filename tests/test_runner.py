@@ -1,0 +1,262 @@
+"""ModelRunner on CPU: start-up order, device, dtype and pool size; and the CUDA graphs' buckets and
+padding, with recorded calls in place of graphs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import TQ, make_checkpoint, random_ids
+from torch import nn
+
+from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.engine import kv_cache, model_runner
+from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH, CudaGraphs, graph_batch_sizes
+from nanovllm.engine.inputs import StepInputs, decode_inputs
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.attention import Attention
+from nanovllm.utils.hf import load_model_config
+
+CPU = torch.device("cpu")
+# K and V, layers, KV heads, head_dim, float32
+POSITION_BYTES = 2 * TQ["num_hidden_layers"] * TQ["num_key_value_heads"] * TQ["head_dim"] * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16)
+
+
+def start(folder: Path, **settings: Any) -> ModelRunner:
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 8, "max_model_len": 32, **settings}
+    config = Config(model=str(folder), device="cpu", **settings)
+    return ModelRunner(config, load_model_config(str(folder)), frozenset())
+
+
+def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
+    seq = Sequence(random_ids(length, seed=length), block_size=4)
+    seq.block_table, seq.num_cached_tokens = table, num_cached
+    seq.num_scheduled_tokens = length - num_cached
+    return seq
+
+
+# --- start-up -------------------------------------------------------------------------------------
+
+
+def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is sized after the weights are there: what they leave is what it may take."""
+    order: list[str] = []
+    for name in ("_resolve_device", "Qwen3ForCausalLM", "load_weights"):
+        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
+    for name in ("measure_num_blocks", "check_pool", "allocate_kv_cache"):
+        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
+    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
+    start(folder, num_kvcache_blocks=None)
+    assert order == [
+        "_resolve_device",
+        "Qwen3ForCausalLM",
+        "load_weights",
+        "measure_num_blocks",
+        "check_pool",
+        "allocate_kv_cache",
+    ]
+
+
+def _noting(order: list[str], name: str, function: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)],
+)
+def test_dtype_on_cpu(folder: Path, setting: str, dtype: torch.dtype) -> None:
+    """A bfloat16 checkpoint runs in float32 on the CPU unless told otherwise; the whole runner is
+    in one dtype, and torch's default is left as it was."""
+    runner = start(folder, dtype=setting)
+    assert {param.dtype for param in runner.model.parameters()} == {dtype}
+    assert runner.kv_cache.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+    (token_id,) = runner.call("run", [sequence(5, [0, 1])], True)
+    assert 0 <= token_id < TQ["vocab_size"]
+
+
+def test_a_failed_start_leaves_torchs_default_dtype(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(model_runner, "Qwen3ForCausalLM", fail)
+    with pytest.raises(ValueError, match="no such model"):
+        start(folder, dtype="bfloat16")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_device_auto_is_cpu_without_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert LLM(folder, num_kvcache_blocks=2).model_runner.device == CPU
+
+
+def test_the_pool_of_a_cpu_is_one_gib() -> None:
+    assert kv_cache.CPU_POOL_BYTES == 2**30
+    block_bytes = 256 * POSITION_BYTES
+    assert kv_cache.measure_num_blocks(CPU, 0.9, block_bytes) == 8192
+
+
+def test_the_pool_is_sized_in_whole_blocks_of_its_dtype(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 19.9 blocks of float32 is room for 39 of bfloat16."""
+    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", int(19.9 * 4 * POSITION_BYTES))
+    for dtype, num_blocks in (("float32", 19), ("bfloat16", 39)):
+        runner = start(folder, num_kvcache_blocks=None, dtype=dtype)
+        assert runner.num_kvcache_blocks == num_blocks
+        assert runner.kv_cache.shape == (2, 2, num_blocks, 4, 2, 16)
+        assert runner.kv_cache.nbytes <= kv_cache.CPU_POOL_BYTES
+
+
+def test_a_given_number_of_blocks_is_obeyed(folder: Path) -> None:
+    """Exactly, even if it cannot hold max_model_len: requests are checked one by one."""
+    runner = start(folder, num_kvcache_blocks=3, max_model_len=32)
+    assert runner.num_kvcache_blocks == 3
+    assert runner.kv_cache.shape == (2, 2, 3, 4, 2, 16)
+
+
+def test_one_line_at_info_says_what_was_chosen(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention, dtype, device, graphs, the pool in blocks and tokens, and the number of ranks."""
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        runner = start(folder, dtype="bfloat16")
+        runner.call("run", [sequence(5, [0, 1])], True)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        "plain torch attention, torch.bfloat16 on cpu, CUDA graphs off, 8 KV blocks (32 tokens), "
+        "world size 1"
+    )
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def test_run_writes_just_the_scheduled_slots_and_changes_no_sequence(folder: Path) -> None:
+    """Positions 2..5 of a sequence with table [5, 2], and the 3 of one with table [0]."""
+    runner = start(folder)
+    seqs = [sequence(6, [5, 2], num_cached=2), sequence(3, [0])]
+    before = [(repr(seq), list(seq.token_ids)) for seq in seqs]
+    token_ids = runner.call("run", seqs, True)
+    assert len(token_ids) == 2
+    assert [(repr(seq), list(seq.token_ids)) for seq in seqs] == before
+    written = runner.kv_cache.flatten(2, 3).abs().amax(dim=(-1, -2)) > 0  # [2, layers, slots]
+    slots = [0, 1, 2, 8, 9, 22, 23]
+    assert all(row.nonzero().flatten().tolist() == slots for row in written.flatten(0, 1))
+
+
+def test_every_layer_writes_its_own_part_of_the_pool(folder: Path) -> None:
+    runner = start(folder)
+    runner.call("run", [sequence(4, [3])], True)
+    layers = [module for module in runner.model.modules() if isinstance(module, Attention)]
+    parts = [part for layer in layers for part in (layer.k_cache[3], layer.v_cache[3])]
+    for i, part in enumerate(parts):
+        assert all(not torch.equal(part, other) for other in parts[i + 1 :])
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 9]),
+        (16, [1, 2, 4, 8, 16]),
+        (17, [1, 2, 4, 8, 16, 17]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (33, [1, 2, 4, 8, 16, 32, 33]),
+        (512, [1, 2, 4, 8, *range(16, 513, 16)]),
+        (1000, [1, 2, 4, 8, *range(16, 513, 16)]),
+    ],
+)
+def test_case_22_bucket_sizes_have_no_gap(max_num_seqs: int, sizes: list[int]) -> None:
+    assert graph_batch_sizes(max_num_seqs) == sizes
+
+
+class FakeGraph:
+    """Counts its replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> CudaGraphs:
+    """Graphs for up to 20 sequences of 6 blocks that only count."""
+    captured: list[int] = []
+
+    def capture(self: CudaGraphs, size: int) -> None:
+        captured.append(size)
+        self.graphs[size] = FakeGraph()
+        self.hidden = torch.arange(20.0).unsqueeze(1)
+
+    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    graphs = CudaGraphs(nn.Identity(), 20, 6, CPU)
+    assert captured == [20, 16, 8, 4, 2, 1], "largest first"
+    return graphs
+
+
+def decode(graphs: CudaGraphs, lengths: list[int]) -> StepInputs:
+    """Run a decode batch of sequences of these lengths."""
+    seqs = [sequence(n, [*range(-(-n // 4))], num_cached=n - 1) for n in lengths]
+    inputs = decode_inputs(seqs, CPU)
+    assert graphs.run(inputs).flatten().tolist() == [*range(len(lengths))]
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("batch", "bucket"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 20), (20, 20)],
+)
+def test_a_batch_runs_in_the_smallest_bucket_that_holds_it(
+    graphs: CudaGraphs, batch: int, bucket: int
+) -> None:
+    assert graphs.fits(batch)
+    decode(graphs, [5] * batch)
+    assert [size for size, graph in graphs.graphs.items() if graph.replays] == [bucket]
+
+
+def test_padding_rows_store_nothing_and_read_nothing(graphs: CudaGraphs) -> None:
+    """A batch of 9 in the graph of 16, after a batch of 20 has filled every row."""
+    decode(graphs, [24] * 20)
+    inputs = decode(graphs, [3 + i for i in range(9)])
+    context = inputs.context
+    assert graphs.input_ids[:9].tolist() == inputs.input_ids.tolist()
+    assert graphs.positions[:9].tolist() == inputs.positions.tolist() == [2 + i for i in range(9)]
+    assert graphs.slot_mapping[:16].tolist() == context.slot_mapping.tolist() + [-1] * 7
+    assert graphs.context_lens[:16].tolist() == [3 + i for i in range(9)] + [0] * 7
+    width = context.block_tables.shape[1]
+    assert width == 3
+    assert graphs.block_tables[:9, :width].tolist() == context.block_tables.tolist()
+
+
+def test_a_batch_above_512_takes_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: CudaGraphs, size: int) -> None:
+        self.graphs[size] = FakeGraph()
+
+    monkeypatch.setattr(CudaGraphs, "_capture", capture)
+    graphs = CudaGraphs(nn.Identity(), 600, 1, CPU)
+    assert graphs.fits(MAX_GRAPH_BATCH) and MAX_GRAPH_BATCH == 512
+    assert not graphs.fits(513)
