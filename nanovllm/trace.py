@@ -9,8 +9,8 @@ Walks:
 {walks}
 
 One table row is one request in one step. "positions" are computed in the step and their K/V written
-to "slots" of the KV pool; "cached" and "total" are counted before and after it. Greedy unless
---temperature is given; completions always run to --max-tokens.
+to "slots" of the KV pool; "cached" and "total" are counted before and after it. Completions never
+end before --max-tokens.
 """
 
 import argparse
@@ -36,6 +36,7 @@ SETTINGS = {  # flag: the setting of LLM that it gives
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends the process with a message if it makes no sense."""
     walks = "\n".join(f"    {name:10} {walk.title}" for name, walk in WALKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.trace",
@@ -44,15 +45,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text of a request")
     parser.add_argument(
-        "--ids", type=_ids, action="append", default=[], help="token ids of a request: 5,6,7"
+        "--ids", metavar="IDS", type=_ids, action="append", default=[], help="or its ids: 5,6,7"
     )
     parser.add_argument("--walk", choices=WALKS, help="a named run, in place of own prompts")
     parser.add_argument(
         "--model", metavar="DIR", type=Path, default=BUNDLED_MODEL, help="default: the bundled one"
     )
     parser.add_argument("--device", default="auto", help="cuda, cpu, or auto")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=8, help="of each prompt")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="of each prompt; default: 8")
+    parser.add_argument("--temperature", metavar="T", type=float, help="default: 0, greedy")
     for flag, setting in SETTINGS.items():
         name = f"--{flag.replace('_', '-')}"
         parser.add_argument(name, metavar="N", type=int, help=f"the engine's {setting}")
@@ -62,8 +63,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the run, too")
     args = parser.parse_args(argv)
-    if args.walk and (args.prompts or args.ids):
+    is_own = bool(args.prompts or args.ids)
+    if is_own and args.walk:
         parser.error("--walk has its own prompts: give one or the other")
+    if not is_own and (args.max_tokens is not None or args.temperature is not None):
+        parser.error("--max-tokens and --temperature are for prompts of your own: give some")
     return args
 
 
@@ -75,7 +79,8 @@ def chosen_walk(args: argparse.Namespace) -> tuple[str, Walk]:
     """(title, walk) with the settings of the command line."""
     prompts = [*args.prompts, *args.ids]
     if prompts:
-        arrivals = [Arrival(p, args.max_tokens, temperature=args.temperature) for p in prompts]
+        max_tokens = 8 if args.max_tokens is None else args.max_tokens
+        arrivals = [Arrival(p, max_tokens, temperature=args.temperature or 0.0) for p in prompts]
         title, walk = "your prompts", Walk("", arrivals)
     else:
         name = args.walk or "A"
@@ -85,13 +90,17 @@ def chosen_walk(args: argparse.Namespace) -> tuple[str, Walk]:
     return title, replace(walk, settings=settings | {"enforce_eager": args.shapes})
 
 
-def legend(walk: Walk, llm: LLM) -> Iterator[str]:
-    """The engine's limits, and who is who."""
+def limits(llm: LLM) -> str:
+    """What the engine has, and what a step may take."""
     config, num_blocks = llm.config, len(llm.scheduler.block_manager.blocks)
-    yield (
+    return (
         f"pool: {num_blocks} blocks of {config.kvcache_block_size} positions; a step: at most "
         f"{config.max_num_batched_tokens} prefill positions, {config.max_num_seqs} requests"
     )
+
+
+def legend(walk: Walk, llm: LLM) -> Iterator[str]:
+    """Who is who."""
     for i, arrival in enumerate(walk.arrivals):
         ids = arrival.prompt
         if isinstance(ids, str):
@@ -99,7 +108,6 @@ def legend(walk: Walk, llm: LLM) -> Iterator[str]:
         shown = str(ids) if len(ids) <= 8 else f"[{', '.join(map(str, ids[:6]))}, ...]"
         joins = "" if arrival.step == 1 else f", joins before step {arrival.step}"
         yield f"{letters(i)}: {len(ids)} ids {shown}, max_tokens {arrival.max_tokens}{joins}"
-    yield ""
 
 
 def run(args: argparse.Namespace, write: Callable[[str], object] = print) -> list[Step]:
@@ -107,19 +115,16 @@ def run(args: argparse.Namespace, write: Callable[[str], object] = print) -> lis
     title, walk = chosen_walk(args)
     steps = []
     with LLM(args.model, device=args.device, **walk.settings) as llm:
-        block_size = llm.config.kvcache_block_size
-        if not args.json:
-            write(title)
-            for line in legend(walk, llm):
-                write(line)
+        subtitle, block_size = limits(llm), llm.config.kvcache_block_size
+        for line in () if args.json else (title, subtitle, *legend(walk, llm), ""):
+            write(line)
         for step in walk.steps(llm, args.shapes):
             steps.append(step)
             lines = map(json.dumps, step.events()) if args.json else step_lines(step, block_size)
             for line in lines:
                 write(line)
-        num_blocks = len(llm.scheduler.block_manager.blocks)
     if args.svg:
-        drawing = draw(steps, title[0].upper() + title[1:], block_size, num_blocks)
+        drawing = draw(steps, title[0].upper() + title[1:], subtitle, block_size)
         args.svg.write_text(drawing, encoding="utf-8")
     return steps
 
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace, write: Callable[[str], object] = print) -> lis
 if __name__ == "__main__":
     try:
         run(parse_args())
-    except ValueError as error:  # a bad setting, folder or prompt; the message says what to do
-        sys.exit(f"trace: {error}")
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
+    except (ValueError, OSError) as error:  # a bad setting, folder, prompt or file
+        sys.exit(f"trace: {error}")

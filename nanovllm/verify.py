@@ -24,6 +24,7 @@ COLUMNS = ("optimized", "reference", "max abs", "rel. L2", "top-1", "tolerated",
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends the process with a message if it makes no sense."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.verify",
         description=__doc__,
@@ -71,11 +72,9 @@ def _cells(row: Row, sources: dict[str, str]) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; the exit code."""
-    start = perf_counter()
-    if args.device == "cpu" or not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-    from nanovllm.tools.equivalences import Equivalences
+    from nanovllm.tools.equivalences import Equivalences  # only now: it may import triton
 
+    start = perf_counter()
     with Equivalences(args.model, args.device, args.dtype) as equivalences:
         rows = list(equivalences.rows())
         about = equivalences.about()
@@ -92,8 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    args = parse_args()
+    if args.device == "cpu" or not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
     try:
-        sys.exit(run(parse_args()))
+        sys.exit(run(args))
     except ValueError as error:  # a bad setting or folder; the message says what to do
         print(f"verify: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,18 +17,22 @@ class NotRun(Exception):
 
 
 class Errors(NamedTuple):
+    """How far numbers are from their reference."""
+
     max_abs: float
     relative_l2: float
     top1_agreement: float  # share of rows with the same largest number
 
 
 class Tolerance(NamedTuple):
+    """How far they may be, and where that comes from."""
+
     max_abs: float
     relative_l2: float
     source: str
 
     def allows(self, errors: Errors) -> bool:
-        # So written that NaN is not allowed.
+        """Whether both errors are within; NaN never is."""
         return errors.max_abs <= self.max_abs and errors.relative_l2 <= self.relative_l2
 
 
@@ -38,7 +42,7 @@ EXACT = Tolerance(0.0, 0.0, "exact: nothing is rounded")
 
 
 class Row(NamedTuple):
-    """One line of the report. verdict: PASS, FAIL or "not run"; reason: why not PASS."""
+    """One line of the report. verdict: PASS, FAIL or "not run"; reason: why it is not PASS."""
 
     optimized: str
     reference: str

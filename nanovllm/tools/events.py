@@ -56,10 +56,13 @@ class Scheduled:
     hits: list[Hit]
     preempted: list[Preemption]
     free_blocks: int
+    reusable_blocks: list[int]  # free, but still hit by a prompt with the same prefix
 
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
+    """A tensor as json can write it."""
+
     shape: list[int]
     dtype: str
     values: list[Any] | None  # nested; None: too large to keep
@@ -96,7 +99,7 @@ class AfterPostprocess:
     outcomes: list[Outcome]
     ref_counts: dict[int, int]  # of the blocks in use
     free_blocks: int
-    reusable_blocks: list[int]  # free, but still hit by a prompt with the same prefix
+    reusable_blocks: list[int]
 
 
 class Step(NamedTuple):

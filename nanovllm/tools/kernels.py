@@ -4,6 +4,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, if TRITON_INTERPRE
 triton was imported.
 """
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -28,7 +29,7 @@ def kernel_rows(llm: LLM, run: Callable[[LLM], object]) -> Iterator[Row]:
 
 def _kv_store(llm: LLM) -> Comparison:
     """The first and the last slot, another block, and a padding row among them."""
-    _require_triton()
+    _require_triton(llm)
     from nanovllm.layers.kv_store import store_kv_triton
 
     _, _, _, size, num_heads, head_dim = llm.model_runner.kv_cache.shape
@@ -44,7 +45,7 @@ def _kv_store(llm: LLM) -> Comparison:
 
 def _sampler(llm: LLM) -> Comparison:
     """Rows with and without each filter; the noise is the same, so the tokens are."""
-    _require_triton()
+    _require_triton(llm)
     from nanovllm.layers.sampler_kernels import sample_triton
 
     logits = 4 * _random(llm, 8, llm.vocab_size)
@@ -96,6 +97,8 @@ def _random(llm: LLM, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(runner.device, runner.dtype)
 
 
-def _require_triton() -> None:
+def _require_triton(llm: LLM) -> None:
     if not HAS_TRITON:
         raise NotRun("triton is not installed")
+    if llm.model_runner.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise NotRun("on the CPU it needs TRITON_INTERPRET=1 in the environment")

@@ -51,9 +51,9 @@ class Cell(NamedTuple):
     is_last: bool = False
 
 
-def draw(steps: list[Step], title: str, block_size: int, num_blocks: int) -> str:
-    """The SVG document of a trace; num_blocks is the size of the pool."""
-    return "\n".join(_Drawing(steps, title, block_size, num_blocks).document()) + "\n"
+def draw(steps: list[Step], title: str, subtitle: str, block_size: int) -> str:
+    """The SVG document of a trace."""
+    return "\n".join(_Drawing(steps, title, subtitle, block_size).document()) + "\n"
 
 
 def cells(steps: list[Step]) -> dict[str, dict[int, Cell]]:
@@ -81,10 +81,9 @@ def pool(steps: list[Step], block_size: int) -> dict[int, dict[int, tuple[str, f
     """block -> step number -> (its owners' names, the share of its positions that is stored when
     the step ends). A free block that can still be hit has the owners "", others are left out."""
     blocks: dict[int, dict[int, tuple[str, float]]] = {}
-    reusable: list[int] = []
     for step in steps:
-        for block_id in reusable:
-            blocks[block_id][step.number] = ("", 0.0)
+        for block_id in step.scheduled.reusable_blocks:
+            blocks.setdefault(block_id, {})[step.number] = ("", 0.0)
         owners: dict[int, list[RequestState]] = {}
         for state in (*step.scheduled.chosen, *step.scheduled.others):
             for block_id in state.block_table:
@@ -96,20 +95,15 @@ def pool(steps: list[Step], block_size: int) -> dict[int, dict[int, tuple[str, f
             )
             names = " ".join(sorted(s.name for s in states))
             blocks.setdefault(block_id, {})[step.number] = (names, min(max(stored, 0.0), 1.0))
-        reusable = step.after_postprocess.reusable_blocks
     return dict(sorted(blocks.items()))
 
 
 class _Drawing:
     """Coordinates and shapes. Each method yields the lines of one part of the document."""
 
-    def __init__(self, steps: list[Step], title: str, block_size: int, num_blocks: int) -> None:
-        self.steps, self.title = steps, title
+    def __init__(self, steps: list[Step], title: str, subtitle: str, block_size: int) -> None:
+        self.steps, self.title, self.subtitle = steps, title, subtitle
         self.lanes, self.blocks = cells(steps), pool(steps, block_size)
-        unused = num_blocks - len(self.blocks)
-        self.subtitle = f"{num_blocks} KV blocks of {block_size} positions" + (
-            f", of which {unused} are never used" if unused else ""
-        )
         self.colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.lanes)}
         self.column = min(MOST_WIDTH / len(steps), max(70, 560 / len(steps)))
         self.roomy = self.column >= 24  # enough for a number in each cell
@@ -120,6 +114,7 @@ class _Drawing:
             LEFT + self.column * len(steps) + MARGIN,
             2 * LEGEND_COLUMN + 2 * MARGIN,
             12 * len(title) + 2 * MARGIN,
+            9 * len(subtitle) + 2 * MARGIN,
         )
 
     def document(self) -> Iterator[str]:
@@ -235,7 +230,7 @@ class _Drawing:
         entries = [
             (
                 "prefill",
-                "prefill: its number of positions",
+                "prefill: number of positions",
                 rect(0, -10, 36, 20, fill, "", 4) + number,
             ),
             ("decode", "decode: one position, one more token", dot(18, 0, fill)),

@@ -120,6 +120,7 @@ class Tracer:
             self._hits,
             self._preempted,
             self._num_free(),
+            self._reusable(),
         )
 
     def _on_run(self, token_ids: list[int], seqs: list[Sequence], is_prefill: bool) -> None:
@@ -151,7 +152,7 @@ class Tracer:
             outcomes,
             {i: manager.blocks[i].ref_count for i in sorted(manager.used_block_ids)},
             self._num_free(),
-            sorted(i for i in manager.hash_to_block_id.values() if i in manager.free_block_ids),
+            self._reusable(),
         )
 
     def _name(self, seq: Sequence) -> str:
@@ -170,6 +171,10 @@ class Tracer:
 
     def _num_free(self) -> int:
         return len(self.llm.scheduler.block_manager.free_block_ids)
+
+    def _reusable(self) -> list[int]:
+        manager = self.llm.scheduler.block_manager
+        return sorted(i for i in manager.hash_to_block_id.values() if i in manager.free_block_ids)
 
 
 def _noting(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
