@@ -35,6 +35,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="auto", help="cuda, cpu, or auto")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16, or auto")
+    parser.add_argument(
+        "--tp",
+        metavar="N",
+        type=int,
+        action="append",
+        default=[],
+        help="compare TP=N on the CPU as well, in N processes",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     return parser.parse_args(argv)
 
@@ -75,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.tools.equivalences import Equivalences  # only now: it may import triton
 
     start = perf_counter()
-    with Equivalences(args.model, args.device, args.dtype) as equivalences:
+    with Equivalences(args.model, args.device, args.dtype, args.tp) as equivalences:
         rows = list(equivalences.rows())
         about = equivalences.about()
     counts = {name: sum(r.verdict == name for r in rows) for name in ("PASS", "FAIL", "not run")}

@@ -7,7 +7,7 @@ on the same tokens, against its own run in the next wider one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -29,9 +29,12 @@ class Equivalences:
     everything. It is compared with transformers; what is made differently is compared with it.
     """
 
-    def __init__(self, folder: str, device: str = "auto", dtype: str = "auto") -> None:
-        """Starts the base engine. Raises ValueError as LLM does."""
-        self.folder = folder
+    def __init__(
+        self, folder: str, device: str = "auto", dtype: str = "auto", tp_sizes: Collection[int] = ()
+    ) -> None:
+        """Starts the base engine. tp_sizes: tensor-parallel sizes to compare also on the CPU, where
+        each rank is one more process. Raises ValueError as LLM does."""
+        self.folder, self.tp_sizes = folder, tp_sizes
         self._open = ExitStack()
         on_cuda = device != "cpu" and torch.cuda.is_available()
         self.block_size = 256 if on_cuda else 16  # what flash-attn needs
@@ -74,7 +77,7 @@ class Equivalences:
         yield self._row("prefix hit", "cold", self._prefix_hit)
         yield self._row("preempted and resumed", "never preempted", self._preempted)
         yield self._row("CUDA graph", "eager", self._eager)
-        for size in (2, 4):
+        for size in sorted({2, 4, *self.tp_sizes}):
             yield self._row(f"TP={size}", "TP=1", lambda size=size: self._tensor_parallel(size))
         yield from self._kernels()
         yield self._row("batched with others", "alone", lambda: (self.plain, self.alone))
@@ -192,6 +195,8 @@ class Equivalences:
     def _tensor_parallel(self, size: int) -> tuple[Numbers, Numbers]:
         if self.device.type == "cuda" and torch.cuda.device_count() < size:
             raise NotRun(f"{size} GPUs are needed, there are {torch.cuda.device_count()}")
+        if self.device.type == "cpu" and size not in self.tp_sizes:
+            raise NotRun(f"on the CPU only with --tp {size}")
         try:
             return self._other_engine(self.paths, tensor_parallel_size=size).logits, self.plain
         except ValueError as error:  # the model cannot be split so, or not at all here

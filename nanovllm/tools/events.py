@@ -29,7 +29,7 @@ class BeforeSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Blocks of another request's prefix that `name` shares instead of computing them."""
+    """Blocks that hold the prefix of `name` already: these positions are not computed."""
 
     name: str
     blocks: list[int]

@@ -49,6 +49,7 @@ def _sampler(llm: LLM) -> Comparison:
     from nanovllm.layers.sampler_kernels import sample_triton
 
     logits = 4 * _random(llm, 8, llm.vocab_size)
+    logits[0, llm.vocab_size // 2] = 99  # the greedy row: in half precision its maximum could tie
     device, everything = logits.device, llm.vocab_size
     inputs = SamplingInputs(
         temperatures=torch.tensor([0, 0.7, 1, 1e-5, 1, 0.6, 1.5, 2], device=device),

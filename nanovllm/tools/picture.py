@@ -67,7 +67,6 @@ def cells(steps: list[Step]) -> dict[str, dict[int, Cell]]:
         ended = {o.name for o in step.after_postprocess.outcomes if o.finish_reason}
         for state in scheduled.chosen:
             name, is_cut = state.name, state.cached + state.scheduled < state.total
-            preempted.discard(name)
             cell = Cell(scheduled.phase, state.scheduled, hits.get(name, 0), is_cut, name in ended)
             lanes.setdefault(name, {})[step.number] = cell
         for state in scheduled.others:

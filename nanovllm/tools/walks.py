@@ -13,7 +13,7 @@ from nanovllm.tools.tracer import Tracer
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that joins before step `step`, counted from 1. Greedy, never ends early."""
+    """A request that joins before step `step`, counted from 1. It never ends early."""
 
     prompt: str | list[int]
     max_tokens: int
