@@ -66,6 +66,7 @@ class DecodeGraphs:
         # What the state on the device describes: rows, their lengths and block tables.
         self._seqs: list[Sequence] = []
         self._lens: list[int] = []
+        self._token_ids: list[int] | None = None  # None: not on the host yet
         self._tables: list[list[int]] = []
         # The hidden states of the step launched last, for whoever samples in another way.
         self.hidden: torch.Tensor | None = None
@@ -134,6 +135,7 @@ class DecodeGraphs:
             self._seqs = list(seqs)
             self._tables = [list(seq.block_table) for seq in seqs]
         self._lens = [len(seq) + 1 for seq in seqs]
+        self._token_ids = None
         self.graphs[size].replay()
         return self.hidden[: len(seqs)]
 
@@ -151,12 +153,18 @@ class DecodeGraphs:
 
     def _continues(self, seqs: list[Sequence]) -> bool:
         """Whether the state on the device is already right. Lengths and tables are compared too: a
-        sequence may have been preempted and prefilled again since its last decode step."""
+        sequence may have been preempted and prefilled again since its last decode step. And ids:
+        a caller of `step`'s parts may have accepted others than were sampled."""
         return (
             seqs == self._seqs
             and [len(seq) for seq in seqs] == self._lens
             and [seq.block_table for seq in seqs] == self._tables
+            and self._token_ids in (None, [seq.last_token for seq in seqs])
         )
+
+    def arrived(self, token_ids: list[int]) -> None:
+        """The ids that the step launched last has sampled are known on the host."""
+        self._token_ids = token_ids
 
     def override(self, token_ids: torch.Tensor) -> None:
         """Make token_ids [N], instead of what the graph sampled, the rows' next input."""

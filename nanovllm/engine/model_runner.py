@@ -62,6 +62,7 @@ class ModelRunner:
         self.config = config
         self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
+        self._latest: LaunchedStep | None = None
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = _resolve_device(config.device, tp.rank)
@@ -141,13 +142,17 @@ class ModelRunner:
         host.copy_(self.sampled[: len(seqs)], non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return LaunchedStep(host, arrived, logprobs)
+        self._latest = LaunchedStep(host, arrived, logprobs)
+        return self._latest
 
     def collect(self, step: LaunchedStep) -> list[int]:
         """Wait for a launched step: the sampled ids, in the order of its sequences."""
         if step.arrived is not None:
             step.arrived.synchronize()
-        return step.token_ids.tolist()
+        token_ids = step.token_ids.tolist()
+        if self.graphs is not None and step is self._latest:
+            self.graphs.arrived(token_ids)
+        return token_ids
 
     @torch.inference_mode()
     def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
