@@ -62,7 +62,7 @@ class ModelRunner:
         self.config = config
         self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
-        self._latest: LaunchedStep | None = None
+        self._latest_decode: LaunchedStep | None = None  # by a graph
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = _resolve_device(config.device, tp.rank)
@@ -142,15 +142,17 @@ class ModelRunner:
         host.copy_(self.sampled[: len(seqs)], non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._latest = LaunchedStep(host, arrived, logprobs)
-        return self._latest
+        step = LaunchedStep(host, arrived, logprobs)
+        if hidden is not None and not is_prefill:
+            self._latest_decode = step
+        return step
 
     def collect(self, step: LaunchedStep) -> list[int]:
         """Wait for a launched step: the sampled ids, in the order of its sequences."""
         if step.arrived is not None:
             step.arrived.synchronize()
         token_ids = step.token_ids.tolist()
-        if self.graphs is not None and step is self._latest:
+        if self.graphs is not None and step is self._latest_decode:
             self.graphs.arrived(token_ids)
         return token_ids
 
@@ -241,7 +243,7 @@ class ModelRunner:
     def exit(self) -> None:
         """Let go of the model, the pool and the graphs, and give their memory back."""
         self.graphs = self.prefill_graphs = None  # before the pool whose addresses they hold
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self.sampled = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
