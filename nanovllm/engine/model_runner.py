@@ -166,6 +166,8 @@ class ModelRunner:
     def _replay(self, seqs: list[Sequence], is_prefill: bool) -> torch.Tensor | None:
         """Start the step by a CUDA graph: the hidden states [N, hidden]. None if none holds it."""
         if is_prefill:
+            if self.graphs is not None:
+                self.graphs.forget()
             if self.prefill_graphs is None or not self.prefill_graphs.fits(seqs):
                 return None
             return self.prefill_graphs.launch(seqs)
