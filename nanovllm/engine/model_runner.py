@@ -136,12 +136,14 @@ class ModelRunner:
             token_ids, logprobs = self._sample(self.run_model(inputs), seqs)
             self.sampled[: len(seqs)] = token_ids
         self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
+        sampled, arrived = self.sampled[: len(seqs)], None
         if self.device.type == "cpu":
-            return LaunchedStep(self.sampled[: len(seqs)].clone(), None, logprobs)
-        host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
-        host.copy_(self.sampled[: len(seqs)], non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+            host = sampled.clone()
+        else:
+            host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
+            host.copy_(sampled, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
         step = LaunchedStep(host, arrived, logprobs)
         if hidden is not None and not is_prefill:
             self._latest_decode = step
