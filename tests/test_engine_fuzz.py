@@ -293,5 +293,5 @@ class AnyCalls(RuleBasedStateMachine):
 
 TestAnyCalls = AnyCalls.TestCase
 TestAnyCalls.settings = settings(
-    max_examples=250, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
 )
