@@ -1,6 +1,6 @@
 """GPU: FlashAttention, CUDA graphs, the loop that runs ahead and the pool, against eager, the
-plain loop, torch and transformers. Half-precision results are compared by logits; the tolerance is the error that
-transformers' own bfloat16 run makes against its float32 run."""
+plain loop, torch and transformers. Half-precision results are compared by logits; the tolerance is
+the error that transformers' own bfloat16 run makes against its float32 run."""
 
 from collections.abc import Iterator
 from pathlib import Path
