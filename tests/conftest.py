@@ -15,14 +15,17 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip tests marked `gpu` where there is no GPU. Where there is one, tests of kernels that
+    take the `device` fixture run on it, and are GPU tests too."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if not torch.cuda.is_available():
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+        elif "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
 
 
 @pytest.fixture(autouse=True)
