@@ -104,12 +104,17 @@ class DecodeGraphs:
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)  # on the first call, of the largest size
         self.hidden[:size] = hidden
-        inputs = SamplingInputs(
-            temperatures=state["temperatures"][:size],
-            seeds=state["seeds"][:size],
-            positions=context_lens,  # of the token to be sampled: one past the one computed
-        )
-        self.sampled[:size] = sample_triton(logits, inputs, (input_ids, context_lens))
+        if logits is not None:
+            inputs = SamplingInputs(
+                temperatures=state["temperatures"][:size],
+                seeds=state["seeds"][:size],
+                positions=context_lens,  # of the token to be sampled: one past the one computed
+            )
+            self.sampled[:size] = sample_triton(logits, inputs, (input_ids, context_lens))
+        self.model.tp.broadcast(self.sampled[:size])
+        if logits is None:  # not rank 0: what the sampler does beside
+            input_ids.copy_(self.sampled[:size])
+            context_lens += context_lens > 0
 
     def fits(self, batch_size: int) -> bool:
         return batch_size <= self.sizes[-1]
