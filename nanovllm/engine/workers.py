@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -280,6 +280,7 @@ def _connect_store(port: int) -> dist.Store:
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Processes started inside never see Ctrl-C, which a terminal sends to all: rank 0 decides."""
+    resource_tracker.ensure_running()  # multiprocessing's own; starting it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
