@@ -19,6 +19,7 @@ SCHEDULING_HALF = {
     "nanovllm.engine.block_manager",
     "nanovllm.engine.scheduler",
 }
+TOOLS = {"tools", "trace.py", "verify.py"}  # that come with the engine, but are no part of it
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 
@@ -152,7 +153,8 @@ def test_lower_packages_never_import_upper_ones(lower: str, uppers: tuple[str, .
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("transformers", {"nanovllm.utils.hf"}),
+        # The latter compares the engine with transformers' own model.
+        ("transformers", {"nanovllm.utils.hf", "nanovllm.tools.equivalences"}),
         ("flash_attn", {"nanovllm.layers.attention"}),
         ("triton", {"nanovllm.layers.kv_store", "nanovllm.layers.sampler_kernels"}),
         ("safetensors", {"nanovllm.utils.loader"}),
@@ -185,5 +187,13 @@ def test_files_are_at_most_300_lines_and_functions_60() -> None:
 
 
 def test_the_engine_can_be_read_in_an_evening() -> None:
-    """Lines that are not blank; comments and docstrings count."""
-    assert sum(bool(line.strip()) for lines in LINES.values() for line in lines) <= 3000
+    """Lines that are not blank; comments and docstrings count, the tools around it do not."""
+    engine = [lines for path, lines in LINES.items() if not TOOLS & set(path.parts)]
+    assert sum(bool(line.strip()) for lines in engine for line in lines) <= 3000
+
+
+def test_the_engine_never_imports_the_tools() -> None:
+    """Whoever does not trace pays nothing for it."""
+    outside = {name for name in importers("nanovllm.tools") if "tools" not in name.split(".")}
+    assert outside == {"nanovllm.trace", "nanovllm.verify"}
+    assert not importers("nanovllm.trace") | importers("nanovllm.verify")

@@ -63,9 +63,10 @@ class DecodeGraphs:
             },
             sampled.device,
         )
-        # What the state on the device describes: rows, their lengths and block tables.
-        self._seqs: list[Sequence] = []
+        # What the state on the device describes: seq_ids, their lengths and block tables.
+        self._seq_ids: list[int] = []
         self._lens: list[int] = []
+        self._token_ids: list[int] | None = None  # None: not on the host yet
         self._tables: list[list[int]] = []
         # The hidden states of the step launched last, for whoever samples in another way.
         self.hidden: torch.Tensor | None = None
@@ -136,9 +137,10 @@ class DecodeGraphs:
             self._upload(seqs, sources)
             source, ids = self.state["sources"][: len(seqs)], self.state["input_ids"][: len(seqs)]
             torch.where(source >= 0, self.sampled[source.clamp_min(0)], ids, out=ids)
-            self._seqs = list(seqs)
+            self._seq_ids = [seq.seq_id for seq in seqs]
             self._tables = [list(seq.block_table) for seq in seqs]
         self._lens = [len(seq) + 1 for seq in seqs]
+        self._token_ids = None
         self.graphs[size].replay()
         return self.hidden[: len(seqs)]
 
@@ -156,12 +158,23 @@ class DecodeGraphs:
 
     def _continues(self, seqs: list[Sequence]) -> bool:
         """Whether the state on the device is already right. Lengths and tables are compared too: a
-        sequence may have been preempted and prefilled again since its last decode step."""
+        sequence may have been preempted and prefilled again since its last decode step. And ids:
+        a caller of `step`'s parts may have accepted others than were sampled."""
         return (
-            seqs == self._seqs
+            [seq.seq_id for seq in seqs] == self._seq_ids
             and [len(seq) for seq in seqs] == self._lens
             and [seq.block_table for seq in seqs] == self._tables
+            and self._token_ids in (None, [seq.last_token for seq in seqs])
         )
+
+    def forget(self) -> None:
+        """Describe the next batch anew: the sequences of a step that failed, prefilled again, may
+        come back in the same blocks with other ids than the device has."""
+        self._seq_ids = []
+
+    def arrived(self, token_ids: list[int]) -> None:
+        """The ids that the step launched last has sampled are known on the host."""
+        self._token_ids = token_ids
 
     def override(self, token_ids: torch.Tensor) -> None:
         """Make token_ids [N], instead of what the graph sampled, the rows' next input."""

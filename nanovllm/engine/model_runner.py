@@ -63,6 +63,7 @@ class ModelRunner:
         self.tp = tp
         self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
+        self._latest_decode: LaunchedStep | None = None  # by a graph
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = resolve_device(config.device, tp.rank, tp.size)
@@ -150,13 +151,19 @@ class ModelRunner:
         host.copy_(self.sampled[: len(seqs)], non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return LaunchedStep(host, arrived, logprobs)
+        step = LaunchedStep(host, arrived, logprobs)
+        if hidden is not None and not is_prefill:
+            self._latest_decode = step
+        return step
 
     def collect(self, step: LaunchedStep) -> list[int]:
         """Wait for a launched step: the sampled ids, in the order of its sequences."""
         if step.arrived is not None:
             step.arrived.synchronize()
-        return step.token_ids.tolist()
+        token_ids = step.token_ids.tolist()
+        if self.graphs is not None and step is self._latest_decode:
+            self.graphs.arrived(token_ids)
+        return token_ids
 
     @torch.inference_mode()
     def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -168,6 +175,8 @@ class ModelRunner:
     def _replay(self, seqs: list[Sequence], is_prefill: bool) -> torch.Tensor | None:
         """Start the step by a CUDA graph: the hidden states [N, hidden]. None if none holds it."""
         if is_prefill:
+            if self.graphs is not None:
+                self.graphs.forget()
             if self.prefill_graphs is None or not self.prefill_graphs.fits(seqs):
                 return None
             return self.prefill_graphs.launch(seqs)
@@ -256,7 +265,7 @@ class ModelRunner:
     def exit(self) -> None:
         """Let go of the model, the pool and the graphs, and give their memory back."""
         self.graphs = self.prefill_graphs = None  # before the pool whose addresses they hold
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self.sampled = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

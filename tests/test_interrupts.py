@@ -1,0 +1,172 @@
+"""Ctrl-C at any line of the engine's own code: no block is lost, no request left behind."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from invariants import check_invariants
+from recording import script
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.interrupts import interrupts_held
+
+PACKAGE = str(Path(nanovllm.__file__).parent)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5], [7] * 11]
+PARAMS = SamplingParams(max_tokens=5, ignore_eos=True, stop="zzz")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A pool of 7 blocks, in which three requests of up to 4 blocks preempt each other, budget 8;
+    the model is a fake whose tokens depend on all tokens before."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=2048)
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 7, "max_num_batched_tokens": 8}
+    with LLM(folder, **settings) as llm:
+        script(llm, emit)
+        yield llm
+
+
+def emit(seq: Sequence) -> int:
+    return hash(tuple(seq.token_ids)) % 2045
+
+
+class InterruptAt:
+    """Raises SIGINT, as Ctrl-C does, before the n-th line that the package runs in the block."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+        self.fired = False
+
+    def __enter__(self) -> "InterruptAt":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def generate(llm: LLM) -> None:
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream(PROMPTS, PARAMS):
+        pass
+
+
+def by_hand(llm: LLM) -> None:
+    """add_request, step, abort; who interrupts it has to end the requests."""
+    try:
+        ids = [llm.add_request(prompt, PARAMS) for prompt in PROMPTS]
+        for _ in range(4):
+            llm.step()
+        llm.abort(ids[1])
+        while not llm.is_finished():
+            llm.step()
+    finally:
+        sys.settrace(None)
+        check_invariants(llm.scheduler)
+        assert {seq.seq_id for seq in live(llm)} == set(llm.requests)
+        for request_id in list(llm.requests):
+            llm.abort(request_id)
+
+
+def live(llm: LLM) -> list[Sequence]:
+    return [*llm.scheduler.waiting, *llm.scheduler.running]
+
+
+@pytest.mark.parametrize("job", [generate, stream, by_hand])
+def test_ctrl_c_at_any_line(llm: LLM, job: Callable[[LLM], None]) -> None:
+    """Run after run, five lines later each time, until a run is over before its Ctrl-C."""
+    completions = [o["token_ids"] for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    assert llm.stats()["preemptions"] > 0
+    fired = interrupted = 0
+    for line in range(1, 10**6, 5):
+        with InterruptAt(line) as interrupt:
+            try:
+                job(llm)
+            except KeyboardInterrupt:
+                interrupted += 1
+        check_invariants(llm.scheduler)
+        assert llm.is_finished() and not llm.requests, line
+        assert len(llm.scheduler.block_manager.free_block_ids) == 7, line
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line
+        fired += interrupt.fired
+        if not interrupt.fired:
+            break
+    assert fired == interrupted > 100, "a Ctrl-C was swallowed, or the job is too short"
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == completions
+
+
+def test_held_back_to_the_end_of_the_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole block")
+    assert done == ["whole block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_blocks_in_blocks_hold_to_the_end_of_the_outermost() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"]
+
+
+def test_an_error_in_the_block_comes_out_and_the_handler_is_back() -> None:
+    with pytest.raises(ValueError), interrupts_held():
+        raise ValueError
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_callers_own_handler_is_called_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    handler = lambda number, frame: calls.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            assert calls == []
+        assert calls == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_than_the_main_one_may_step(llm: LLM) -> None:
+    """Signal handlers can be set in the main thread only, and Ctrl-C reaches no other."""
+    expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    outputs: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: outputs.extend(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    )
+    thread.start()
+    thread.join()
+    assert outputs == expected
