@@ -104,7 +104,7 @@ class StepReader:
         self._rows: dict[int, Mirror] = {}  # of the latest decode step
 
     def read(self, message: StepMessage, is_prefill: bool) -> list[Mirror]:
-        """The same mirror for a sequence that goes on: the decode graphs look at identity."""
+        """Messages must come in the order in which they were written."""
         if is_prefill:
             return [self._prefill_mirror(row) for row in message]
         seq_ids, changed, last_tokens = message
