@@ -9,14 +9,18 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_ids
 from recording import GREEDY, add, assert_logits_agree
+from torch import nn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import kv_cache, workers
+from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.engine.sequence import Sequence
+from nanovllm.tools.forced import TokenPath, run_forced
 
 TEXTS = ["ROMEO:\n", "First Citizen:\nBefore we proceed any further", "KING HENRY", "O", "\n\n"]
 # Nothing divides: a vocabulary that is padded, a KV head that is replicated; and biases.
@@ -191,6 +195,50 @@ def test_bundled_model(tiny_qwen3: Path, bundled: LLM, runs_ahead: bool) -> None
     assert bundled.generate(TEXTS, params, use_tqdm=False) == expected
 
 
+@pytest.mark.parametrize("forced", [7, 514])
+def test_other_tokens_than_were_sampled(one_rank: LLM, split: LLM, forced: int) -> None:
+    """A caller of `step`'s parts may accept what it likes: every rank goes on from that."""
+    paths = [TokenPath([*random_ids(9, 515, seed=i), *[forced] * 5], 9) for i in range(2)]
+    split.runs_ahead = False
+    pairs = zip(run_forced(split, paths).logits, run_forced(one_rank, paths).logits, strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+# --- on a GPU, a rank above 0, step by step -------------------------------------------------------
+
+
+class OtherRank(nn.Module):
+    """A model as ranks above 0 have it, without logits; rank 0 samples 5, 6, 7, ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp = self.lm_head = self
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(input_ids), 2)
+
+    def compute_logits(self, hidden: torch.Tensor) -> None:
+        return None
+
+    project = compute_logits
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(torch.arange(5, 5 + len(x)))
+
+
+def test_decode_graphs_of_a_rank_above_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph of theirs holds: the ids that rank 0 sampled become the next input, and every
+    context but those of padding rows grows by one."""
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda *_: None)
+    sampled = torch.zeros(4, dtype=torch.int32)
+    graphs = DecodeGraphs(OtherRank(), 4, 2, 4, sampled)
+    graphs.state["context_lens"].copy_(torch.tensor([3, 8, 1, 0]))
+    graphs._step(4)
+    assert sampled.tolist() == graphs.state["input_ids"].tolist() == [5, 6, 7, 8]
+    assert graphs.state["context_lens"].tolist() == [4, 9, 2, 0]
+
+
 # --- memory and messages --------------------------------------------------------------------------
 
 
@@ -206,8 +254,7 @@ def long_tables(folder: Path) -> Iterator[LLM]:
 
 
 def test_case_21_all_ranks_take_the_smallest_pool(long_tables: LLM) -> None:
-    """A KV head of 16 in float32, K and V, 2 layers: 256 bytes a block on each rank. That the other
-    rank has no more shows when it is sent to a block beyond, in test_tp_faults."""
+    """A KV head of 16 in float32, K and V, 2 layers: 256 bytes a block on each rank."""
     assert long_tables.model_runner.num_kvcache_blocks == (16 << 20) // 256
     assert len(long_tables.scheduler.block_manager.blocks) == (16 << 20) // 256
 
@@ -234,6 +281,19 @@ def test_a_message_of_any_size(
             outputs.append(llm.generate(prompts, params, use_tqdm=False))
     assert max(sizes) > 300 * 1000 * 4 > 1 << 20
     assert outputs[0] == outputs[1]
+
+
+def test_case_21_the_other_rank_has_no_block_more(long_tables: LLM) -> None:
+    """It is sent to the block after the last one; rank 0 is not, and goes on. (Ends the engine.)"""
+    write = long_tables.model_runner._steps.write
+
+    def beyond(seqs: list[Sequence], is_prefill: bool) -> Any:
+        (row,) = write(seqs, is_prefill)
+        return [row._replace(block_table=np.int32((16 << 20) // 256).tobytes())]
+
+    long_tables.model_runner._steps.write = beyond
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(.|\n)*IndexError.* out of bounds"):
+        long_tables.generate([[1]], use_tqdm=False)
 
 
 # --- many engines ---------------------------------------------------------------------------------
