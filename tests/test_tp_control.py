@@ -79,6 +79,21 @@ def test_case_19_mirrors_give_the_inputs_of_the_sequences(seed: int) -> None:
     assert len(link.reader._rows) <= 4, "a worker keeps more than the rows of one step"
 
 
+def test_case_19_back_in_the_same_blocks() -> None:
+    """Preempted between two decode steps and prefilled into the blocks it had: a worker must not
+    take it for one that simply went on, for it has grown by two."""
+    scheduler = make_scheduler(1)
+    model, link = FakeModel(scheduler), Link(256)
+    seq = add_request(scheduler, [1, 2, 3], max_tokens=9)
+    for _ in range(2):
+        run_step(link, scheduler, model)
+    scheduler.running.remove(seq)
+    scheduler.preempt(seq)
+    for _ in range(3):
+        run_step(link, scheduler, model)
+    assert seq.block_table == [0] and len(seq) == 8
+
+
 def test_tokens_on_the_way_stay_on_the_device() -> None:
     """Run-ahead: a row whose token rank 0 does not know yet is pending for the workers too, beside
     rows whose token they are told."""

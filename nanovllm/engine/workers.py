@@ -5,6 +5,8 @@ the traceback of one that raised, or meets the end of one that died, and then en
 frees whoever waits for them. A worker ends when its caller does.
 """
 
+from __future__ import annotations
+
 import os
 import pickle
 import signal

@@ -8,7 +8,6 @@ import threading
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 MAX_BYTES = 8 << 20  # 512 rows of 8,192 in bfloat16; NCCL is as good from there on
@@ -25,8 +24,9 @@ class SymmetricAllReduce:
         or torch cannot do it."""
         self.name, self.rank, self.size, self.device = name, rank, size, device
         _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("symmetric", store))
-        buffer = symm_mem.empty(MAX_BYTES // 4, dtype=torch.float32, device=device)
-        self.handle = symm_mem.rendezvous(buffer, name)
+        size_and_stride = (MAX_BYTES // 4,), (1,)
+        buffer = _SymmetricMemory.empty_strided_p2p(*size_and_stride, torch.float32, device)
+        self.handle = _SymmetricMemory.rendezvous(buffer, name)
         self.buffers = {torch.float32: buffer, torch.bfloat16: buffer.view(torch.bfloat16)}
         # For release: signal[i][...] is where rank i waits for the others' signals.
         count = self.handle.signal_pad_size // 4
