@@ -251,12 +251,12 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write k and v [T, kv_heads, d] to their slots [T] of the caches; slot -1 is skipped."""
-    if k.is_cuda:
-        from nanovllm.layers.kv_store import store_kv_triton
+    """Write k and v [T, kv_heads, d] to their slots [T] of the caches; slot -1 is skipped.
 
-        store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
-        return
+    Plain torch, which waits for the device. Where Triton serves the device the fused kernels
+    (fused_kernels.py, decode_attention.py) store instead, with 64-bit offsets and -1 skipped
+    inside the kernel.
+    """
     kept = slot_mapping >= 0
     k_cache.flatten(0, 1)[slot_mapping[kept].long()] = k[kept]
     v_cache.flatten(0, 1)[slot_mapping[kept].long()] = v[kept]

@@ -100,8 +100,9 @@ def _decode_attention_kernel(
             new_ka, new_kb = (ka * cos - kb * sin).to(dtype), (kb * cos + ka * sin).to(dtype)
             v_from = (HEADS + KV_HEADS) * DIM + head_at + wide
             new_v = tl.load(qkv_ptr + v_from, mask=wide < DIM, other=0.0)
-            slot = tl.load(slot_ptr + seq).to(tl.int64)  # 64-bit offsets: see kv_store.py
-            if slot >= 0:
+            # 64-bit: slot * (KV_HEADS * DIM) passes 2^31 in a pool of a few GiB.
+            slot = tl.load(slot_ptr + seq).to(tl.int64)
+            if slot >= 0:  # -1: padding, skipped without a wait on the host
                 to = slot * (KV_HEADS * DIM) + head_at
                 tl.store(k_cache_ptr + to + col, new_ka, mask=in_row)
                 tl.store(k_cache_ptr + to + DIM // 2 + col, new_kb, mask=in_row)

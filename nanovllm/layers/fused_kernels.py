@@ -131,8 +131,9 @@ def _norm_rope_store_kernel(
     tl.store(qkv_ptr + at, rotated_a, mask=mask)
     tl.store(qkv_ptr + at + DIM // 2, rotated_b, mask=mask)
     if HAS_CACHE:
-        slot = tl.load(slot_ptr + token).to(tl.int64)  # 64-bit offsets: see kv_store.py
-        if slot >= 0:
+        # 64-bit: slot * (KV_HEADS * DIM) passes 2^31 in a pool of a few GiB.
+        slot = tl.load(slot_ptr + token).to(tl.int64)
+        if slot >= 0:  # -1: padding, skipped without a wait on the host
             k_at = slot * (KV_HEADS * DIM) + at - HEADS * DIM
             is_k = mask & (row >= HEADS)
             tl.store(k_cache_ptr + k_at, rotated_a, mask=is_k)
