@@ -1,6 +1,7 @@
 """LeadRunner: the ModelRunner of rank 0, which makes the other ranks do what it does."""
 
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -73,10 +74,13 @@ class LeadRunner(ModelRunner):
 
     def exit(self) -> None:
         """Let go of everything on every rank, and wait for the other ranks' end."""
-        if self.model is not None and self._workers.failure is None:
-            self._workers.send("exit")
-        super().exit()
-        self._workers.end()
+        if self.model is not None:
+            with suppress(OSError, RuntimeError):  # one may have ended already
+                self._workers.send("exit")
+        try:
+            super().exit()
+        finally:
+            self._workers.end()
 
 
 def _check_split(config: ModelConfig, size: int) -> None:

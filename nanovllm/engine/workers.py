@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,17 +22,15 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.engine.control import StepReader
 from nanovllm.engine.model_runner import ModelRunner, resolve_device
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
-from nanovllm.utils.process_group import ProcessGroup
+from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
 
 GRACE = 5.0  # seconds for what should take a few milliseconds
-LOCALHOST = "127.0.0.1"
 
 
 class Job(NamedTuple):
@@ -45,7 +42,6 @@ class Job(NamedTuple):
     model_config: ModelConfig
     eos_token_ids: frozenset[int]
     caller: int  # process id
-    num_threads: int
 
 
 class Report(NamedTuple):
@@ -72,32 +68,14 @@ class Workers:
         self._changed = threading.Condition()  # guards what the watch writes, and tells of it
         self._num_ready = 0
         self._is_ending = False
-        self._server, self._port = _open_store()
+        self._server, self._port = open_store()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        context = get_context("spawn")
-        num_threads = max(torch.get_num_threads() // self.size, 1)
+        job = Job(0, self._port, config, model_config, eos_token_ids, os.getpid())
         try:
             with _interrupts_blocked(), _main_module_hidden():
                 for rank in range(1, self.size):
-                    pipe, theirs = context.Pipe()
-                    self._pipes.append(pipe)
-                    job = Job(
-                        rank,
-                        self._port,
-                        config,
-                        model_config,
-                        eos_token_ids,
-                        os.getpid(),
-                        num_threads,
-                    )
-                    # A daemon: multiprocessing does not wait for it when the interpreter exits.
-                    process = context.Process(
-                        target=work, args=(job, theirs), name=f"nanovllm-rank-{rank}", daemon=True
-                    )
-                    process.start()
-                    theirs.close()  # so that the worker's end is the pipe's end
-                    self._processes.append(process)
+                    self._start(job._replace(rank=rank))
         except BaseException:
             self.kill()
             for process in self._processes:
@@ -108,10 +86,26 @@ class Workers:
         )
         self._watch_thread.start()
 
+    def _start(self, job: Job) -> None:
+        context = get_context("spawn")
+        pipe, theirs = context.Pipe()
+        num_threads = max(torch.get_num_threads() // self.size, 1)
+        # A daemon: multiprocessing does not wait for it when the interpreter exits.
+        process = context.Process(
+            target=work,
+            args=(job, num_threads, theirs),
+            name=f"nanovllm-rank-{job.rank}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()  # so that the worker's end is the pipe's end
+        self._pipes.append(pipe)
+        self._processes.append(process)
+
     def join_group(self, device: torch.device) -> TensorParallel:
         """Meet the workers; rank 0's place among them."""
         # By a connection of its own: dropping the server frees whoever waits in it.
-        group = ProcessGroup(_connect_store(self._port), 0, self.size, device)
+        group = ProcessGroup(connect_store(self._port), 0, self.size, device)
         with self._changed:
             self.group = group
             self.check()
@@ -169,6 +163,8 @@ class Workers:
         self._watch_thread.join(GRACE)
         for pipe in self._pipes:
             pipe.close()
+        if self.group is not None:
+            self.group.close()
         self._server = None
 
     # --- the watch's thread -----------------------------------------------------------------------
@@ -214,14 +210,14 @@ class Workers:
             group.abort()
 
 
-def work(job: Job, pipe: Connection) -> None:
+def work(job: Job, num_threads: int, pipe: Connection) -> None:
     """A worker's whole life. What it raises goes to rank 0."""
     threading.Thread(target=_end_with, args=(job.caller,), daemon=True).start()
     try:
-        torch.set_num_threads(job.num_threads)
+        torch.set_num_threads(num_threads)
         size = job.config.tensor_parallel_size
         device = resolve_device(job.config.device, job.rank, size)
-        group = ProcessGroup(_connect_store(job.port), job.rank, size, device)
+        group = ProcessGroup(connect_store(job.port), job.rank, size, device)
         tp = TensorParallel(job.rank, size, group)
         runner = ModelRunner(job.config, job.model_config, job.eos_token_ids, tp)
         pipe.send(Report(time.monotonic(), None))
@@ -259,24 +255,6 @@ def _read(pipe: Connection) -> Report | None:
         return pipe.recv()
     except (EOFError, OSError):
         return None
-
-
-def _open_store() -> tuple[dist.Store, int]:
-    """A store on a free port that only this machine can reach."""
-    with socket.create_server((LOCALHOST, 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            LOCALHOST,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, port
-
-
-def _connect_store(port: int) -> dist.Store:
-    return dist.TCPStore(LOCALHOST, port, is_master=False, wait_for_workers=False)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOCALHOST = "127.0.0.1"  # all ranks are on this machine; its host name need not resolve
 NO_LIMIT = timedelta(days=1)
 CONNECT_TIMEOUT = timedelta(seconds=8)
 # Read by NCCL and torch while a group is made.
@@ -34,6 +36,25 @@ GPU_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+
+
+def open_store() -> tuple[dist.Store, int]:
+    """Where ranks meet: a store on a free port that only this machine can reach, and the port."""
+    with socket.create_server((LOCALHOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            LOCALHOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
+
+
+def connect_store(port: int) -> dist.Store:
+    """The same store, for a rank; it fails when the one that opened it is dropped."""
+    return dist.TCPStore(LOCALHOST, port, is_master=False, wait_for_workers=False)
 
 
 class ProcessGroup:
@@ -52,8 +73,7 @@ class ProcessGroup:
             options = dist.ProcessGroupGloo._Options()
             # All are there, so this takes milliseconds; it notices no peer that dies meanwhile.
             options._timeout = CONNECT_TIMEOUT
-            # All ranks are on this machine; its host name need not resolve.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCALHOST)]
             self.backend = dist.ProcessGroupGloo(store, rank, size, options)
             return
         if rank == 0:
@@ -108,17 +128,19 @@ class ProcessGroup:
     def abort(self) -> None:
         """A peer is lost: let the GPU, if it waits for it, go on with garbage. From any thread.
         gloo notices by itself, when the peer's sockets close."""
-        if self.device.type == "cuda":
+        symmetric, backend = self.symmetric, self.backend  # `close` may come meanwhile
+        if self.device.type == "cuda" and backend is not None:
             self._is_aborted = True
-            if self.symmetric is not None:
-                self.symmetric.release()
-            self.backend.abort()
+            if symmetric is not None:
+                symmetric.release()
+            backend.abort()
 
     def close(self) -> None:
-        """End this rank's part, when no exchange is running. The peers may be gone already."""
+        """End this rank's part, when no exchange is running; for a second time too. The peers may
+        be gone already."""
         if self.symmetric is not None:
             self.symmetric.close()
-        if self.device.type == "cuda" and not self._is_aborted:
+        if self.device.type == "cuda" and self.backend is not None and not self._is_aborted:
             self.backend.abort()  # unlike a shutdown it waits for nobody
         self.symmetric = self.backend = None
 
