@@ -26,7 +26,7 @@ from recording import GREEDY
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.lead_runner import LeadRunner
-from nanovllm.engine.workers import Workers
+from nanovllm.engine.workers import Report, Workers
 
 ROOT = Path(__file__).parents[1]
 BOUND = 10  # seconds in which whoever lost a process must know
@@ -97,14 +97,16 @@ def killed_while_waited_for(process: BaseProcess) -> Iterator[None]:
         timer.join()
 
 
-def message_of_end(call: Callable[[], Any], llm: LLM | None = None) -> str:
+def message_of_end(
+    call: Callable[[], Any], llm: LLM | None = None, killed_at: list[float] | None = None
+) -> str:
     """`call` must raise RuntimeError in time; its message. The engine's memory is free by then,
     though the error, and so its traceback, is still there."""
     left = [] if llm is None else [weakref.ref(llm.model_runner.model)]
-    before = time.monotonic()
+    begin = [time.monotonic()] if killed_at is None else killed_at
     with pytest.raises(RuntimeError) as caught:
         call()
-    assert time.monotonic() - before < BOUND
+    assert time.monotonic() - begin[0] < BOUND
     assert not any(ref() for ref in left)
     return str(caught.value)
 
@@ -243,6 +245,27 @@ def test_killed_one_of_four(folder: Path, expected: list[list[int]], phase: str)
     assert_ended(llm, pids)
 
 
+@pytest.mark.parametrize("last", ["killed", "raised"])
+def test_the_first_cause_is_named(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks are lost at the same moment: the one that was killed before those that report to
+    have lost a peer, else the one that reported first."""
+    ends = [multiprocessing.Pipe() for _ in range(3)]
+    ends[0][1].send(Report(9.0, "lost a peer"))
+    ends[1][1].send(Report(8.0, "the cause"))
+    if last == "raised":
+        ends[2][1].send(Report(10.0, "lost a peer"))
+    for _, theirs in ends:
+        theirs.close()
+    workers = object.__new__(Workers)
+    workers._pipes = [ours for ours, _ in ends]
+    reasons: list[str] = []
+    monkeypatch.setattr(Workers, "_how_it_died", lambda self, rank: f"rank {rank} was killed")
+    monkeypatch.setattr(Workers, "_stop", lambda self, reason: reasons.append(reason))
+    workers._watch()
+    first = "rank 3 was killed" if last == "killed" else "rank 2 failed:\nthe cause"
+    assert reasons == [first]
+
+
 # --- start ----------------------------------------------------------------------------------------
 
 
@@ -274,15 +297,19 @@ def test_killed_while_it_loads_the_model(
     """Rank 0 then waits for its pool size, or, where that is given, for its being ready."""
     before = remains()
     join_group = Workers.join_group
+    killed_at: list[float] = []
 
     def join(self: Workers, *args: Any) -> Any:
         tp = join_group(self, *args)
         os.kill(self._processes[0].pid, signal.SIGKILL)
+        killed_at.append(time.monotonic())
         return tp
 
     monkeypatch.setattr(Workers, "join_group", join)
-    call = lambda: start(folder, num_kvcache_blocks=num_kvcache_blocks)  # noqa: E731
-    assert "was killed by SIGKILL" in message_of_end(call)
+    message = message_of_end(
+        lambda: start(folder, num_kvcache_blocks=num_kvcache_blocks), killed_at=killed_at
+    )
+    assert "rank 1" in message and "was killed by SIGKILL" in message
     assert remains() == before
 
 

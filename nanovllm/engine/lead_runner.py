@@ -41,6 +41,9 @@ class LeadRunner(ModelRunner):
             self._workers.wait_until_ready()
         except BaseException as error:
             told = self._workers.fail(error)
+            traceback.clear_frames(error.__traceback__)  # they hold the model
+            if hasattr(self, "device"):
+                super().exit()
             self._workers.end()
             if told is error:
                 raise
@@ -55,7 +58,7 @@ class LeadRunner(ModelRunner):
                 return self._call(method, args)
             except BaseException as error:
                 told = self._workers.fail(error)
-                traceback.clear_frames(error.__traceback__)  # they hold the model
+                traceback.clear_frames(error.__traceback__)
                 self.exit()
                 if told is error:
                     raise

@@ -139,8 +139,7 @@ class Workers:
             failure = self.failure
             if failure is None:
                 self.failure = f"the engine has ended, rank 0 failed: {error!r}"
-            self._is_ending = True
-        self.kill()
+        self.kill()  # the watch sees to the rest
         return error if failure is None or error.args == (failure,) else RuntimeError(failure)
 
     def kill(self) -> None:
@@ -199,9 +198,9 @@ class Workers:
     def _stop(self, reason: str) -> None:
         """One has ended; so must the others, and rank 0 if it waits for them."""
         with self._changed:
-            if self._is_ending or self.failure is not None:
+            if self._is_ending:
                 return
-            self.failure = f"the engine has ended, {reason}"
+            self.failure = self.failure or f"the engine has ended, {reason}"
             self._changed.notify_all()
             group = self.group
         self.kill()

@@ -129,11 +129,11 @@ class ProcessGroup:
         """A peer is lost: let the GPU, if it waits for it, go on with garbage. From any thread.
         gloo notices by itself, when the peer's sockets close."""
         symmetric, backend = self.symmetric, self.backend  # `close` may come meanwhile
-        if self.device.type == "cuda" and backend is not None:
+        if self.device.type == "cuda" and backend is not None and not self._is_aborted:
             self._is_aborted = True
             if symmetric is not None:
                 symmetric.release()
-            backend.abort()
+            backend.abort()  # may not return before the CUDA graphs with its exchanges are gone
 
     def close(self) -> None:
         """End this rank's part, when no exchange is running; for a second time too. The peers may
