@@ -14,11 +14,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, random_ids
 from recording import GREEDY, add, assert_logits_agree
-from torch import nn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import kv_cache, workers
-from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.tools.forced import TokenPath, run_forced
 
@@ -203,40 +201,6 @@ def test_other_tokens_than_were_sampled(one_rank: LLM, split: LLM, forced: int) 
     pairs = zip(run_forced(split, paths).logits, run_forced(one_rank, paths).logits, strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-
-
-# --- on a GPU, a rank above 0, step by step -------------------------------------------------------
-
-
-class OtherRank(nn.Module):
-    """A model as ranks above 0 have it, without logits; rank 0 samples 5, 6, 7, ..."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tp = self.lm_head = self
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(input_ids), 2)
-
-    def compute_logits(self, hidden: torch.Tensor) -> None:
-        return None
-
-    project = compute_logits
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        x.copy_(torch.arange(5, 5 + len(x)))
-
-
-def test_decode_graphs_of_a_rank_above_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph of theirs holds: the ids that rank 0 sampled become the next input, and every
-    context but those of padding rows grows by one."""
-    monkeypatch.setattr(DecodeGraphs, "_capture", lambda *_: None)
-    sampled = torch.zeros(4, dtype=torch.int32)
-    graphs = DecodeGraphs(OtherRank(), 4, 2, 4, sampled)
-    graphs.state["context_lens"].copy_(torch.tensor([3, 8, 1, 0]))
-    graphs._step(4)
-    assert sampled.tolist() == graphs.state["input_ids"].tolist() == [5, 6, 7, 8]
-    assert graphs.state["context_lens"].tolist() == [4, 9, 2, 0]
 
 
 # --- memory and messages --------------------------------------------------------------------------
