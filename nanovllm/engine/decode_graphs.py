@@ -175,7 +175,7 @@ class DecodeGraphs:
 
     def arrived(self, token_ids: list[int]) -> None:
         """The ids that the step launched last has sampled are known on the host."""
-        self._token_ids = token_ids
+        self._token_ids = list(token_ids)  # the caller may put other ids into its list
 
     def override(self, token_ids: torch.Tensor) -> None:
         """Make token_ids [N], instead of what the graph sampled, the rows' next input."""

@@ -145,12 +145,14 @@ class ModelRunner:
         self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
         if self.tp.rank > 0:
             return None
+        sampled, arrived = self.sampled[: len(seqs)], None
         if self.device.type == "cpu":
-            return LaunchedStep(self.sampled[: len(seqs)].clone(), None, logprobs)
-        host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
-        host.copy_(self.sampled[: len(seqs)], non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+            host = sampled.clone()
+        else:
+            host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
+            host.copy_(sampled, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
         step = LaunchedStep(host, arrived, logprobs)
         if hidden is not None and not is_prefill:
             self._latest_decode = step

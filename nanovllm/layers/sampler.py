@@ -91,12 +91,15 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
     # One Philox call gives four 32-bit numbers. Candidates come in blocks of 4 Q; call i of a block
     # serves its candidates i, Q + i, 2 Q + i and 3 Q + i, so that a kernel reads them in order.
-    num_blocks = -(-vocab_size // NOISE_BLOCK)
-    counter = torch.arange(num_blocks * NOISE_BLOCK // 4, device=seeds.device)
+    candidates, per_number = torch.arange(vocab_size, device=seeds.device), NOISE_BLOCK // 4
+    call = candidates // NOISE_BLOCK * per_number + candidates % per_number
+    number = candidates % NOISE_BLOCK // per_number
+    num_calls = min(-(-vocab_size // NOISE_BLOCK) * per_number, vocab_size)
+    counter = torch.arange(num_calls, device=seeds.device)
     bits = _philox(
         seeds.unsqueeze(1), counter.expand(len(seeds), -1), positions.long().unsqueeze(1)
     )
-    bits = bits.unflatten(1, (num_blocks, -1)).transpose(2, 3).flatten(1)[:, :vocab_size]
+    bits = bits.flatten(1)[:, call * 4 + number]
     uniform = (bits.float() + 0.5) * 2.0**-32
     # Kept below 1, to which it may round: noise of -inf would leave a candidate without rivals
     # (top_k=1) no larger than those that were filtered out.
