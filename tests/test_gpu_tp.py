@@ -118,10 +118,11 @@ def test_symmetric_memory_is_used_where_it_is_there(folder: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "idle"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_a_rank_is_killed(folder: Path, phase: str, enforce_eager: bool) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"], ids=["symmetric memory", "NCCL"])
+def test_a_rank_is_killed(folder: Path, phase: str, enforce_eager: bool, dtype: str) -> None:
     """While rank 0's GPU waits for it in a sum, within 10 seconds; then a new engine, in the same
-    process, finds the memory free and gives the right tokens."""
-    settings = {"enforce_eager": enforce_eager, "dtype": "float32", "num_kvcache_blocks": None}
+    process, finds the memory free and gives the same tokens. (Symmetric memory has no float16.)"""
+    settings = {"enforce_eager": enforce_eager, "dtype": dtype, "num_kvcache_blocks": None}
     settings["gpu_memory_utilization"] = 0.6  # two at once would not fit
     llm = start(folder, **settings)
     expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

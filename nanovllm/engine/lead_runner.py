@@ -9,14 +9,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.control import StepWriter
-from nanovllm.engine.model_runner import (
-    ModelRunner,
-    needs_more_than_the_graph,
-    resolve_device,
-)
+from nanovllm.engine.model_runner import ModelRunner, needs_more_than_the_graph
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.attention import torch_attention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.device import resolve_device
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.parallel import TensorParallel

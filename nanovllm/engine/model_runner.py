@@ -2,8 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
+from nanovllm.utils.device import defaults, resolve_device, resolve_dtype
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.loader import load_weights
 from nanovllm.utils.parallel import TensorParallel
@@ -67,14 +66,14 @@ class ModelRunner:
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
         self.device = resolve_device(config.device, tp.rank, tp.size)
-        self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
-        with _defaults(self.device, self.dtype):
+        with defaults(self.device, self.dtype):
             self.model = Qwen3ForCausalLM(model_config, attention, tp)
         load_weights(self.model, config.model)
         # The ids that the step launched last has sampled, by row.
@@ -287,41 +286,3 @@ def needs_more_than_the_graph(seqs: list[Sequence]) -> bool:
         or seq.num_completion_tokens < params.min_tokens
         for seq, params in ((seq, seq.sampling_params) for seq in seqs)
     )
-
-
-def resolve_device(name: str, rank: int, size: int) -> torch.device:
-    """The device of one of `size` ranks, made torch's current one. Raises ValueError if it, or one
-    of the others', is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU: use device='cpu' or 'auto'")
-    num_gpus = torch.cuda.device_count()
-    if size > num_gpus:
-        raise ValueError(
-            f"tensor_parallel_size={size}, but torch sees {num_gpus} GPU(s): use at most that many"
-        )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # CPUs are slow or inexact in half precision, and float32 is what results are checked in.
-        name = checkpoint if device.type == "cuda" else "float32"
-    return getattr(torch, name)
-
-
-@contextmanager
-def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors are made on `device` in `dtype` inside the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)

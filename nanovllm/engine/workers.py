@@ -25,7 +25,8 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.control import StepReader
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.device import resolve_device
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
