@@ -83,23 +83,19 @@ all_forms = pytest.mark.parametrize("store", [by_torch, by_norm_rope_store, by_d
 both_kernels = pytest.mark.parametrize("store", [by_norm_rope_store, by_decode_attention])
 
 
-def expected_pool(
-    rows: torch.Tensor, slots: list[int], num_blocks: int, block_size: int
-) -> torch.Tensor:
-    pool = torch.full(
-        (num_blocks, block_size, *rows.shape[1:]), UNTOUCHED, dtype=rows.dtype, device=rows.device
-    )
-    for row, slot in zip(rows, slots, strict=True):
-        if slot != -1:
-            pool[slot // block_size, slot % block_size] = row
-    return pool
-
-
 def check(store: Store, step: Step, num_blocks: int = 6, block_size: int = 4) -> None:
-    """Store one step into a marked pool; every slot must be exactly as expected."""
-    expected = [expected_pool(x, step.slots, num_blocks, block_size) for x in step.expected()]
-    caches = [torch.full_like(pool, UNTOUCHED) for pool in expected]
-    store(step, *caches)
+    """Store one step into a marked pool; every slot, and a block before the pool and one after it,
+    must be exactly as expected."""
+    expected, caches = [], []
+    for rows in step.expected():
+        shape = (num_blocks + 2, block_size, *rows.shape[1:])
+        memory = torch.full(shape, UNTOUCHED, dtype=rows.dtype, device=rows.device)
+        caches.append(memory.clone())
+        for row, slot in zip(rows, step.slots, strict=True):
+            if slot != -1:
+                memory[1 + slot // block_size, slot % block_size] = row
+        expected.append(memory)
+    store(step, *(memory[1:-1] for memory in caches))
     assert torch.equal(caches[0], expected[0])
     assert torch.equal(caches[1], expected[1])
 

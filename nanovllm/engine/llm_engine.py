@@ -73,7 +73,7 @@ class LLMEngine:
         self._finalizer()
 
     def is_finished(self) -> bool:
-        return self.scheduler.is_finished()
+        return self.scheduler.is_finished() and self._run_ahead.in_flight is None
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`.
@@ -105,7 +105,9 @@ class LLMEngine:
         the run raises, the step's requests wait again as if it had not been scheduled.
         """
         self._check_running()
-        if self.is_finished():
+        if self._run_ahead.in_flight is not None:  # of a stream whose caller now steps by hand
+            return self._run_ahead.drain()
+        if self.scheduler.is_finished():
             return [], 0
         seqs: list[Sequence] = []
         try:
@@ -126,6 +128,7 @@ class LLMEngine:
 
     def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """One turn of `generate`, `chat` and `stream`: `step`, or RunAhead's, with its result."""
+        self._check_running()
         return self._run_ahead.step() if self.runs_ahead else self.step()
 
     def _on_tokens(
@@ -133,13 +136,11 @@ class LLMEngine:
     ) -> None:
         """Tell the requests what their sequences accepted."""
         for seq, token_id in accepted:
-            request = self.requests.get(seq.seq_id)
-            if request is None:  # added to the scheduler by hand
-                continue
-            if request.accept(token_id, logprobs.get(seq.seq_id)):
+            request = self.requests.get(seq.seq_id)  # None: added to the scheduler by hand
+            if request is not None and request.accept(token_id, logprobs.get(seq.seq_id)):
                 self.scheduler.finish(seq, "stop")
             if seq.is_finished:
-                del self.requests[seq.seq_id]
+                self.requests.pop(seq.seq_id, None)
 
     def generate(
         self,
@@ -151,7 +152,6 @@ class LLMEngine:
 
         prompts: a list of texts and token-id lists, or one text.
         sampling_params: one for all (None: the defaults), or a list with one for each.
-
         Raises TypeError or ValueError before any prompt is added if one of them is bad (see
         `add_request`). If a step fails, this call's requests are dropped, the error goes on to
         the caller, and the engine can be used again.
@@ -231,8 +231,7 @@ class LLMEngine:
         shown = {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"}
         manager = self.scheduler.block_manager
         shown["KV"] = f"{len(manager.used_block_ids) / len(manager.blocks):.0%}"
-        preemptions = self.scheduler.num_preemptions - preemptions_before
-        if preemptions:
+        if preemptions := self.scheduler.num_preemptions - preemptions_before:
             shown["preemptions"] = str(preemptions)
         return shown
 

@@ -41,47 +41,46 @@ class RunAhead:
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launch the next step and take in the one before it. Returns what `LLMEngine.step` does,
         of the step taken in; ([], 0) if there was none."""
-        before = self.in_flight
-        if before is not None and not self.scheduler.can_run_ahead():
-            return self.drain()
-        with interrupts_held():  # from schedule to advance; none of it waits for the GPU
-            self.in_flight = None if self.scheduler.is_finished() else self._launch(before)
-        return ([], 0) if before is None else self._take_in(before)
+        may_launch = self.in_flight is None or self.scheduler.can_run_ahead()
+        return self._turn(may_launch and not self.scheduler.is_finished())
 
     def drain(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Take in the step in flight, if there is one."""
-        before, self.in_flight = self.in_flight, None
-        return ([], 0) if before is None else self._take_in(before)
+        return self._turn(launches=False)
 
-    def _launch(self, before: InFlight | None) -> InFlight:
+    def _turn(self, launches: bool) -> tuple[list[tuple[int, list[int]]], int]:
+        before = self.in_flight
+        try:
+            with interrupts_held():  # from schedule to advance; none of it waits for the GPU
+                self.in_flight = self._launch() if launches else None
+            return ([], 0) if before is None else self._take_in(before)
+        except BaseException:  # a step failed; or Ctrl-C, held back or while waiting
+            with interrupts_held():
+                self._undo(before, self.in_flight)
+            raise
+
+    def _launch(self) -> InFlight:
         seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         try:
             launched = self.runner.call("launch", seqs, is_prefill)
         except BaseException:
-            # The sequences of the step before have pending tokens, which this takes from them.
-            self.scheduler.rollback(self._merged(seqs, before))
-            self.in_flight = None
+            self.scheduler.rollback(seqs)
             raise
         progress = self.scheduler.advance(seqs, is_prefill)
         return InFlight(launched, progress, num_tokens if is_prefill else -num_tokens)
 
     def _take_in(self, step: InFlight) -> tuple[list[tuple[int, list[int]]], int]:
-        try:
-            token_ids = self.runner.call("collect", step.launched)
-        except BaseException:  # Ctrl-C while waiting, too
-            ahead = [row.seq for row in self.in_flight.progress] if self.in_flight else []
-            self.scheduler.rollback(self._merged(ahead, step))
-            self.in_flight = None
-            raise
+        token_ids = self.runner.call("collect", step.launched)
         with interrupts_held():
             accepted = self.scheduler.commit(step.progress, token_ids)
             self.on_tokens(accepted, step.launched.logprobs)
         finished = [(s.seq_id, s.completion_token_ids) for s, _ in accepted if s.is_finished]
         return finished, step.num_tokens
 
-    @staticmethod
-    def _merged(seqs: list[Sequence], before: InFlight | None) -> list[Sequence]:
-        """The sequences of two steps, each once, in order."""
-        earlier = [row.seq for row in before.progress] if before is not None else []
-        return list({seq.seq_id: seq for seq in (*earlier, *seqs)}.values())
+    def _undo(self, *steps: InFlight | None) -> None:
+        """Let the sequences of these steps wait again, each once, in order: what they computed and
+        was not taken in is computed anew."""
+        rows = [row for step in steps if step is not None for row in step.progress]
+        self.scheduler.rollback(list({row.seq.seq_id: row.seq for row in rows}.values()))
+        self.in_flight = None

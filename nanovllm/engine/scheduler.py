@@ -289,7 +289,7 @@ class Scheduler:
             self.finish(seq, "abort")
 
     def _drop_pending(self, seq: Sequence) -> None:
-        if seq.last_token == PENDING:
+        while seq.last_token == PENDING:  # two, if the next step has been launched as well
             seq.token_ids.pop()
 
     def _leave_queue(self, seq: Sequence) -> None:

@@ -76,11 +76,16 @@ class Equivalences:
         yield self._row("chunked prefill", "whole prefill", self._chunked)
         yield self._row("prefix hit", "cold", self._prefix_hit)
         yield self._row("preempted and resumed", "never preempted", self._preempted)
-        yield self._row("CUDA graph", "eager", self._eager)
+        yield from self.graph_rows()
         for size in sorted({2, 4, *self.tp_sizes}):
             yield self._row(f"TP={size}", "TP=1", lambda size=size: self._tensor_parallel(size))
-        yield from self._kernels()
+        yield from kernel_rows(self.base)
         yield self._row("batched with others", "alone", lambda: (self.plain, self.alone))
+
+    def graph_rows(self) -> Iterator[Row]:
+        """Those about CUDA graphs."""
+        yield self._row("CUDA graph, prefill", "eager", self._prefill_graphs)
+        yield self._row("CUDA graph, decode", "eager", self._decode_graphs)
 
     def _row(
         self, optimized: str, reference: str, run: Callable[[], tuple[Numbers, Numbers]]
@@ -184,13 +189,32 @@ class Equivalences:
         _require(run.gained["preemptions"] > 0, "nothing was preempted")
         return run.logits, run_forced(self.base, paths).logits
 
-    def _eager(self) -> tuple[Numbers, Numbers]:
-        if self.device.type != "cuda":
-            raise NotRun(f"CUDA graphs need a GPU, the device is {self.device.type}")
-        run = run_forced(self.base, self.paths)
-        if not run.gained["graph_replays"]:
-            raise NotRun(f"this engine has no CUDA graphs in {self.dtype}")
-        return run.logits, self._other_engine(self.paths, enforce_eager=True).logits
+    @cached_property
+    def _graph_and_eager(self) -> list[tuple[Run, Run]]:
+        """Batches that leave rows or positions of a graph unused or use them all; those after the
+        first are short enough for prefill graphs."""
+        if self.base.model_runner.graphs is None:
+            raise NotRun(f"CUDA graphs need a GPU and triton, the device is {self.device.type}")
+        batches = [self.paths, self.paths[:1], self.paths[:3:2], self.paths[:3]]
+        graph = [run_forced(self.base, batch) for batch in batches]
+        # What the graphs themselves sampled, from logits that nobody sees.
+        worst = max(run.shortfall for run in graph)
+        if worst > self.tolerance.max_abs:
+            raise RuntimeError(f"a graph sampled a token {worst:.1e} below the best")
+        with LLM(self.folder, **self.settings, enforce_eager=True) as llm:
+            return list(zip(graph, (run_forced(llm, batch) for batch in batches), strict=True))
+
+    def _prefill_graphs(self) -> tuple[Numbers, Numbers]:
+        pairs = self._graph_and_eager[1:]
+        if self.base.model_runner.prefill_graphs is None:
+            raise NotRun("prefill attention is plain torch, which no graph can hold")
+        _require(all(run.gained["prefill_replays"] for run, _ in pairs), "a prefill had no graph")
+        return _logits(pairs, slice(0, 1))
+
+    def _decode_graphs(self) -> tuple[Numbers, Numbers]:
+        pairs = self._graph_and_eager
+        _require(not any(run.gained["graph_misses"] for run, _ in pairs), "a decode had no graph")
+        return _logits(pairs, slice(1, None))
 
     def _tensor_parallel(self, size: int) -> tuple[Numbers, Numbers]:
         if self.device.type == "cuda" and torch.cuda.device_count() < size:
@@ -206,12 +230,6 @@ class Equivalences:
         with LLM(self.folder, **{**self.settings, **settings}) as llm:
             return run_forced(llm, paths)
 
-    def _kernels(self) -> Iterator[Row]:
-        # Eager, for hooks do not fire in a graph; chunks and decodes make every phase.
-        settings = {"enforce_eager": True, "max_num_batched_tokens": self.block_size + 5}
-        with LLM(self.folder, **{**self.settings, **settings}) as llm:
-            yield from kernel_rows(llm, lambda llm: run_forced(llm, self.paths))
-
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float32 else torch.float32
@@ -225,3 +243,12 @@ def _require(condition: bool, otherwise: str) -> None:
     """A comparison that did not exercise what it is about must not pass."""
     if not condition:
         raise RuntimeError(f"the comparison missed its point: {otherwise}")
+
+
+def _logits(pairs: list[tuple[Run, Run]], tokens: slice) -> tuple[Numbers, Numbers]:
+    """Of both runs of each pair, the logits of some of each path's completion tokens."""
+    graph, eager = (
+        [logits[tokens] for run in runs for logits in run.logits]
+        for runs in zip(*pairs, strict=True)
+    )
+    return graph, eager
