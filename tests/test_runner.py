@@ -46,14 +46,14 @@ def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
 def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is sized after the weights are there: what they leave is what it may take."""
     order: list[str] = []
-    for name in ("_resolve_device", "Qwen3ForCausalLM", "load_weights"):
+    for name in ("resolve_device", "Qwen3ForCausalLM", "load_weights"):
         monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
     for name in ("measure_num_blocks", "check_pool", "allocate_kv_cache"):
         monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
     monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
     start(folder, num_kvcache_blocks=None)
     assert order == [
-        "_resolve_device",
+        "resolve_device",
         "Qwen3ForCausalLM",
         "load_weights",
         "measure_num_blocks",

@@ -66,7 +66,7 @@ class DecodeGraphs:
         # What the state on the device describes: seq_ids, their lengths and block tables.
         self._seq_ids: list[int] = []
         self._lens: list[int] = []
-        self._token_ids: list[int] | None = None  # None: not on the host yet
+        self._token_ids: list[int] = []  # PENDING: not on the host yet
         self._tables: list[list[int]] = []
         # The hidden states of the step launched last, for whoever samples in another way.
         self.hidden: torch.Tensor | None = None
@@ -105,12 +105,17 @@ class DecodeGraphs:
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)  # on the first call, of the largest size
         self.hidden[:size] = hidden
-        inputs = SamplingInputs(
-            temperatures=state["temperatures"][:size],
-            seeds=state["seeds"][:size],
-            positions=context_lens,  # of the token to be sampled: one past the one computed
-        )
-        self.sampled[:size] = sample_triton(logits, inputs, (input_ids, context_lens))
+        if logits is not None:
+            inputs = SamplingInputs(
+                temperatures=state["temperatures"][:size],
+                seeds=state["seeds"][:size],
+                positions=context_lens,  # of the token to be sampled: one past the one computed
+            )
+            self.sampled[:size] = sample_triton(logits, inputs, (input_ids, context_lens))
+        self.model.tp.broadcast(self.sampled[:size])
+        if logits is None:  # not rank 0: what the sampler does beside
+            input_ids.copy_(self.sampled[:size])
+            context_lens += context_lens > 0
 
     def fits(self, batch_size: int) -> bool:
         return batch_size <= self.sizes[-1]
@@ -135,7 +140,7 @@ class DecodeGraphs:
             self._seq_ids = [seq.seq_id for seq in seqs]
             self._tables = [list(seq.block_table) for seq in seqs]
         self._lens = [len(seq) + 1 for seq in seqs]
-        self._token_ids = None
+        self._token_ids = [PENDING] * len(seqs)
         self.graphs[size].replay()
         return self.hidden[: len(seqs)]
 
@@ -154,12 +159,13 @@ class DecodeGraphs:
     def _continues(self, seqs: list[Sequence]) -> bool:
         """Whether the state on the device is already right. Lengths and tables are compared too: a
         sequence may have been preempted and prefilled again since its last decode step. And ids:
-        a caller of `step`'s parts may have accepted others than were sampled."""
+        a caller of `step`'s parts may have accepted others than were sampled; ranks above 0 take
+        those that they are told."""
         return (
             [seq.seq_id for seq in seqs] == self._seq_ids
             and [len(seq) for seq in seqs] == self._lens
             and [seq.block_table for seq in seqs] == self._tables
-            and self._token_ids in (None, [seq.last_token for seq in seqs])
+            and [seq.last_token for seq in seqs] == self._token_ids
         )
 
     def forget(self) -> None:

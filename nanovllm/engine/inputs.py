@@ -32,7 +32,7 @@ def prefill_arrays(seqs: list[Sequence]) -> list[np.ndarray]:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         span = np.arange(start, end, dtype=np.int32)
         table = np.asarray(seq.block_table, dtype=np.int32)
-        ids.append(np.asarray(seq.token_ids[start:end], dtype=np.int32))
+        ids.append(np.asarray(seq.scheduled_token_ids, dtype=np.int32))
         positions.append(span)
         slots.append(table[span // seq.block_size] * seq.block_size + span % seq.block_size)
         lens_q.append(end - start)

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.config import Config
+from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import (
     Conversation,
@@ -42,11 +43,6 @@ class LLMEngine:
         """Start everything. Raises TypeError or ValueError, with nothing left running, for bad
         settings (see Config) or a folder that is not a complete Qwen3 model."""
         config = Config.from_settings(model, settings)
-        if config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs on one "
-                "GPU; use 1"
-            )
         model_config = load_model_config(config.model)
         check_size(model_config, config.model)
         max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
@@ -56,7 +52,8 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(config.model)
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
-        self.model_runner = ModelRunner(self.config, model_config, eos_token_ids)
+        runner_type = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
+        self.model_runner = runner_type(self.config, model_config, eos_token_ids)
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)

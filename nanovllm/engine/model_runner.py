@@ -2,8 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
+from nanovllm.utils.device import defaults, resolve_device, resolve_dtype
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.loader import load_weights
 from nanovllm.utils.parallel import TensorParallel
@@ -60,20 +59,21 @@ class ModelRunner:
         `min_tokens`. Raises ValueError for a checkpoint that does not match, a missing device, or
         too little memory."""
         self.config = config
+        self.tp = tp
         self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
         self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
         self._latest_decode: LaunchedStep | None = None  # by a graph
         self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
-        self.device = _resolve_device(config.device, tp.rank)
-        self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.device = resolve_device(config.device, tp.rank, tp.size)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
-        with _defaults(self.device, self.dtype):
+        with defaults(self.device, self.dtype):
             self.model = Qwen3ForCausalLM(model_config, attention, tp)
         load_weights(self.model, config.model)
         # The ids that the step launched last has sampled, by row.
@@ -117,25 +117,33 @@ class ModelRunner:
         return self.collect(step)
 
     @torch.inference_mode()
-    def launch(self, seqs: list[Sequence], is_prefill: bool) -> LaunchedStep:
+    def launch(
+        self, seqs: list[Sequence], is_prefill: bool, resample: bool | None = None
+    ) -> LaunchedStep | None:
         """Start what `run` does without waiting for it. A sequence in decode whose last token is
-        PENDING must have been in the step launched just before."""
+        PENDING must have been in the step launched just before.
+
+        Ranks above 0 get mirrors (engine/control.py) instead of sequences, and whether the tokens
+        that a graph samples are to be sampled again (`resample`); they return None.
+        """
+        if resample is None:
+            resample = needs_more_than_the_graph(seqs)
         hidden = self._replay(seqs, is_prefill)
         logprobs: dict[int, dict[int, float]] = {}
         if hidden is not None:
-            if any(map(_needs_more_than_the_graph, seqs)):
+            if resample:
                 # The LM head again, since a graph that kept its logits would cost GiBs in all.
-                token_ids, logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
-                self.sampled[: len(seqs)] = token_ids
+                logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
                 if not is_prefill:
-                    self.graphs.override(token_ids)
+                    self.graphs.override(self.sampled[: len(seqs)])
         else:
             inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
             if not is_prefill:
                 self._take_pending(seqs, inputs.input_ids)
-            token_ids, logprobs = self._sample(self.run_model(inputs), seqs)
-            self.sampled[: len(seqs)] = token_ids
+            logprobs = self._sample(self.run_model(inputs), seqs)
         self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
+        if self.tp.rank > 0:
+            return None
         sampled, arrived = self.sampled[: len(seqs)], None
         if self.device.type == "cpu":
             host = sampled.clone()
@@ -180,9 +188,19 @@ class ModelRunner:
         return self.graphs.launch(seqs, self._rows)
 
     def _sample(
+        self, logits: torch.Tensor | None, seqs: list[Sequence]
+    ) -> dict[int, dict[int, float]]:
+        """Rank 0, which alone has logits, samples; `sampled` is filled on every rank. Returns the
+        log-probabilities of those who want them, as in LaunchedStep."""
+        results: dict[int, dict[int, float]] = {}
+        if logits is not None:
+            self.sampled[: len(seqs)], results = self._sampled_ids(logits, seqs)
+        self.tp.broadcast(self.sampled[: len(seqs)])
+        return results
+
+    def _sampled_ids(
         self, logits: torch.Tensor, seqs: list[Sequence]
     ) -> tuple[torch.Tensor, dict[int, dict[int, float]]]:
-        """Ids [N], and the log-probabilities of those who want them, as in LaunchedStep."""
         wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
         raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
         sampling = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
@@ -210,12 +228,12 @@ class ModelRunner:
         for seq in seqs:
             seq.num_scheduled_tokens = length
             seq.block_table = [0] * seq.num_blocks  # never read: there is no pool yet
-        self.run(seqs, is_prefill=True)
+        self.launch(seqs, is_prefill=True)
         rows = [Sequence([0], block_size=self.block_size) for _ in range(config.max_num_seqs)]
         for seq in rows:
             seq.num_scheduled_tokens = 1
             seq.block_table = [0]
-        self.run(rows, is_prefill=True)
+        self.launch(rows, is_prefill=True)
 
     def _num_blocks(self, model_config: ModelConfig, num_kv_heads: int) -> int:
         if self.config.num_kvcache_blocks is not None:
@@ -224,6 +242,7 @@ class ModelRunner:
         num_blocks = measure_num_blocks(
             self.device, self.config.gpu_memory_utilization, block_bytes
         )
+        num_blocks = self.tp.least(num_blocks)
         check_pool(num_blocks, self.block_size, self.config.max_model_len)
         return num_blocks
 
@@ -251,47 +270,19 @@ class ModelRunner:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.tp.group is not None:
+            self.tp.group.close()
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _needs_more_than_the_graph(seq: Sequence) -> bool:
-    """The graph samples with a temperature; filters, bans and reports come after it."""
-    params = seq.sampling_params
-    return (
+def needs_more_than_the_graph(seqs: list[Sequence]) -> bool:
+    """A graph samples with a temperature; filters, bans and reports come after it."""
+    return any(
         params.top_k > 0
         or params.top_p < 1
         or params.min_p > 0
         or params.logprobs is not None
         or seq.num_completion_tokens < params.min_tokens
+        for seq, params in ((seq, seq.sampling_params) for seq in seqs)
     )
-
-
-def _resolve_device(name: str, rank: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU: use device='cpu' or 'auto'")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # CPUs are slow or inexact in half precision, and float32 is what results are checked in.
-        name = checkpoint if device.type == "cuda" else "float32"
-    return getattr(torch, name)
-
-
-@contextmanager
-def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors are made on `device` in `dtype` inside the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)

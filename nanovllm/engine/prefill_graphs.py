@@ -83,13 +83,15 @@ class PrefillGraphs:
         if self.hidden is None:
             self.hidden = torch.empty_like(last)
         self.hidden.copy_(last)
-        sampling = SamplingInputs(
-            temperatures=inputs["temperatures"],
-            seeds=inputs["seeds"],
-            positions=inputs["lens"],
-        )
         logits = self.model.lm_head.project(last)
-        self.sampled[: self.max_seqs] = sample_triton(logits, sampling)
+        if logits is not None:
+            sampling = SamplingInputs(
+                temperatures=inputs["temperatures"],
+                seeds=inputs["seeds"],
+                positions=inputs["lens"],
+            )
+            self.sampled[: self.max_seqs] = sample_triton(logits, sampling)
+        self.model.tp.broadcast(self.sampled[: self.max_seqs])
 
     def fits(self, seqs: list[Sequence]) -> bool:
         return (

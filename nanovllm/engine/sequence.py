@@ -103,6 +103,12 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
 
     @property
+    def scheduled_token_ids(self) -> list[int]:
+        """The ids at the scheduled positions."""
+        start = self.num_cached_tokens
+        return self.token_ids[start : start + self.num_scheduled_tokens]
+
+    @property
     def num_completion_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 

@@ -191,6 +191,7 @@ class Qwen3ForCausalLM(nn.Module):
         """Parameters are allocated, not filled, on torch's current default device and dtype.
         Raises ValueError naming both numbers if a part cannot be split over `tp.size` ranks."""
         super().__init__()
+        self.tp = tp
         self.model = Qwen3Model(config, attention, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         self.ignored_tensors: frozenset[str] = frozenset()
