@@ -27,6 +27,7 @@ KERNELS = {
     "fused_kernels",
     "pdl",
     "sampler_kernels",
+SEVERAL_GPUS = {"control", "lead_runner", "process_group", "symmetric_memory", "workers"}
 }
 TOOLS = {"tools", "trace.py", "verify.py"}  # that come with the engine, but are no part of it
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -204,14 +205,16 @@ def num_lines(paths: list[Path]) -> int:
 
 
 def test_the_engine_can_be_read_in_an_evening() -> None:
-    """The tools around it do not count, and neither do the Triton kernels: with the plain torch
-    beside each of them the engine is whole. They are a second evening, and counted apart; engine
-    and kernels together are about 4,100 lines."""
+    """The tools around it do not count. The Triton kernels are a second evening: with the plain
+    torch beside each of them the engine is whole. So is the running of several GPUs, which one
+    GPU never enters. Both are counted apart; all three together are about 4,800 lines."""
     engine = [path for path in FILES if not TOOLS & set(path.parts)]
     kernels = [path for path in engine if path.stem in KERNELS]
-    assert len(kernels) == len(KERNELS)
-    assert num_lines([path for path in engine if path not in kernels]) <= 3250
+    several = [path for path in engine if path.stem in SEVERAL_GPUS]
+    assert (len(kernels), len(several)) == (len(KERNELS), len(SEVERAL_GPUS))
+    assert num_lines([path for path in engine if path not in kernels + several]) <= 3300
     assert num_lines(kernels) <= 950
+    assert num_lines(several) <= 700
 
 
 def test_the_engine_never_imports_the_tools() -> None:
