@@ -27,8 +27,8 @@ KERNELS = {
     "fused_kernels",
     "pdl",
     "sampler_kernels",
-SEVERAL_GPUS = {"control", "lead_runner", "process_group", "symmetric_memory", "workers"}
 }
+SEVERAL_GPUS = {"control", "lead_runner", "process_group", "symmetric_memory", "workers"}
 TOOLS = {"tools", "trace.py", "verify.py"}  # that come with the engine, but are no part of it
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
