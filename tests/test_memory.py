@@ -36,7 +36,7 @@ def test_a_hundred_calls_do_not_grow_host_memory(folder: Path) -> None:
         assert llm.stats()["preemptions"] > 0 and llm.stats()["prefix_hit_tokens"] > 0
 
 
-def test_twenty_engines_leave_nothing_behind(folder: Path) -> None:
+def test_case_36_twenty_engines_leave_nothing_behind(folder: Path) -> None:
     """File descriptors and threads exactly as after the first engine; of each engine's pool of
     8 MiB and model of 1.4 MiB at most 8 MiB in all."""
     rng = random.Random(0)
