@@ -74,7 +74,7 @@ def test_each_row_goes_to_its_slot_exactly(
 
 
 @both_forms
-def test_minus_one_among_real_slots_is_skipped(store: Store, device: torch.device) -> None:
+def test_case_42_minus_one_among_real_slots_is_skipped(store: Store, device: torch.device) -> None:
     """Case 42: a padding row between real rows writes nothing, and the rows after it still do."""
     check(store, [-1, 5, -1, -1, 22, 3, -1], 3, 24, torch.float32, device)
 
