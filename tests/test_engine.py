@@ -111,6 +111,17 @@ def test_progress_bar_shows_both_speeds(llm: LLM, capsys: pytest.CaptureFixture[
     assert re.search(r"Prefill=\d+tok/s, Decode=\d+tok/s", shown), shown
 
 
+def test_progress_bar_counts_this_calls_requests_only(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request added before finishes during the call."""
+    add(llm, [9], max_tokens=2)
+    llm.generate([[1, 2]], greedy(5))
+    assert llm.is_finished()
+    shown = capsys.readouterr().err
+    assert "1/1" in shown and "2/1" not in shown
+
+
 def test_use_tqdm_false_prints_nothing(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate([[1, 2], [3]], greedy(3), use_tqdm=False)
     assert capfd.readouterr() == ("", "")
