@@ -27,7 +27,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings})
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings}
+    return LLM(folder, device="cpu", **settings)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
