@@ -32,7 +32,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def start(folder: Path, **settings: Any) -> LLM:
     settings = {"kvcache_block_size": 4, "max_num_batched_tokens": 16, **settings}
-    return LLM(folder, **{"num_kvcache_blocks": 64, **settings})
+    return LLM(folder, device="cpu", **{"num_kvcache_blocks": 64, **settings})
 
 
 def completions(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -115,7 +115,7 @@ from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 runner_exit = ModelRunner.exit
 ModelRunner.exit = lambda self: (runner_exit(self), print("exited"))
-llm = LLM(TINY_QWEN3, num_kvcache_blocks=2)
+llm = LLM(TINY_QWEN3, num_kvcache_blocks=2, device="cpu")
 print("end of the script")
 """
     assert run_python(code) == "end of the script\nexited\n"
