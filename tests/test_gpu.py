@@ -233,6 +233,37 @@ def test_flash_attention_equals_torch_attention(phase: str, batch: int, head_dim
     assert relative_l2(fast, exact) < 5e-3
 
 
+def test_case_42_skipped_slots_and_no_wait_for_the_gpu(build) -> None:
+    """-1 among the slots is skipped inside the kernel; and nothing in a decode step, from its
+    inputs to the sampled ids, makes the host wait: torch raises where something would."""
+    llm = build(max_num_seqs=4, max_model_len=512)
+    seqs = schedule_decode(llm, [random_ids(5 + i, seed=i) for i in range(3)])
+    runner = llm.model_runner
+    cache = torch.zeros(2, 256, 2, 128, device="cuda").bfloat16()
+    k = torch.randn(3, 2, 128, device="cuda").bfloat16()
+    slots = torch.tensor([7, -1, 300], dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        store_kv(k, k, cache, cache, slots)
+        logits = runner.run_model(decode_inputs(seqs, runner.device))
+        return sample(logits, sampling_inputs(seqs, frozenset(), 1024, runner.device))
+
+    step()  # compiles
+    cache.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.shape == (3,)
+    flat = cache.flatten(0, 1)
+    assert torch.equal(flat[[7, 300]], k[[0, 2]])
+    flat[[7, 300]] = 0
+    assert not flat.any(), "the skipped row was written"
+    drop_all(llm)
+
+
 def test_case_34_highest_slots_of_a_large_pool() -> None:
     """slot * width > 2^31: 32-bit offsets would wrap. The highest slots are exact, a -1 row is
     skipped, nothing else is touched."""
