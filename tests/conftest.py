@@ -58,3 +58,22 @@ def tiny_qwen3() -> Path:
 
     assert (TINY_QWEN3 / "model.safetensors").is_file(), "the bundled model is incomplete"
     return TINY_QWEN3
+
+
+@pytest.fixture(scope="session")
+def wide_tq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random TQ with a row for every id of the bundled tokenizer: it takes texts, and what it
+    emits has a text. Without generation_config.json. Nobody changes it."""
+    from checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("wide_tq"), vocab_size=2048)
+
+
+@pytest.fixture(scope="session")
+def sixteen_greedy(wide_tq: Path) -> list[list[int]]:
+    """The sixteen greedy tokens of `wide_tq` after each of streaming.PROMPTS."""
+    from streaming import PROMPTS, SIXTEEN, start_small
+
+    with start_small(wide_tq) as llm:
+        outputs = llm.generate(PROMPTS, SIXTEEN, use_tqdm=False)
+    return [output["token_ids"] for output in outputs]

@@ -37,7 +37,7 @@ def llm(good: Path) -> LLM:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, **settings})
+    return LLM(folder, **{"kvcache_block_size": 4, "device": "cpu", **settings})
 
 
 def refusal(error: type[Exception], call: Callable[[], object]) -> str:
@@ -141,8 +141,8 @@ def test_case_39_bad_settings(
     assert remains() == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu(good: Path) -> None:
+def test_cuda_without_a_gpu(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = remains()
     message = refusal(ValueError, partial(start, good, device="cuda"))
     assert_says(message, "device='cuda'", "no GPU", "use device='cpu' or 'auto'")

@@ -72,7 +72,8 @@ def test_nobody_changes_it() -> None:
 def test_each_phase_of_an_engine_fills_its_fields(tmp_path: Path) -> None:
     """Whole prefill, prefill with history, decode: all tensors int32, what the phase has no use
     for is unset, and after each step there is none."""
-    llm = LLM(make_checkpoint(tmp_path), kvcache_block_size=4, num_kvcache_blocks=16)
+    folder = make_checkpoint(tmp_path)
+    llm = LLM(folder, device="cpu", kvcache_block_size=4, num_kvcache_blocks=16)
     watch = Watch(llm)
     add(llm, [1, 2, 3, 4, 5, 6], max_tokens=1)
     whole = watch.step().context

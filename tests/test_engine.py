@@ -27,7 +27,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings})
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings}
+    return LLM(folder, device="cpu", **settings)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -110,6 +111,17 @@ def test_progress_bar_shows_both_speeds(llm: LLM, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().err
     assert "2/2" in shown
     assert re.search(r"Prefill=\d+tok/s, Decode=\d+tok/s", shown), shown
+
+
+def test_progress_bar_counts_this_calls_requests_only(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request added before finishes during the call."""
+    add(llm, [9], max_tokens=2)
+    llm.generate([[1, 2]], greedy(5))
+    assert llm.is_finished()
+    shown = capsys.readouterr().err
+    assert "1/1" in shown and "2/1" not in shown
 
 
 def test_use_tqdm_false_prints_nothing(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(folder: Path, **settings: Any) -> Watch:
     """A watched engine with small blocks, so that every path crosses block boundaries."""
-    return Watch(LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 96, **settings}))
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 96, **settings}
+    return Watch(LLM(folder, device="cpu", **settings))
 
 
 def complete(
@@ -85,7 +86,7 @@ def test_transformers_bundled_model(tiny_qwen3: Path) -> None:
 def test_generate_equals_transformers_generate(tiny_qwen3: Path) -> None:
     """Token for token and text for text, up to the end-of-sequence id, against transformers' own
     cached generation."""
-    llm = LLM(tiny_qwen3, num_kvcache_blocks=16)
+    llm = LLM(tiny_qwen3, device="cpu", num_kvcache_blocks=16)
     model = reference_model(tiny_qwen3)
     texts = [*TEXTS, CHAT]
     params = SamplingParams(temperature=0, max_tokens=40)

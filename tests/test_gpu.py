@@ -12,9 +12,10 @@ from checkpoints import reference_model as load_reference
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.inputs import decode_inputs
+from nanovllm.engine.inputs import decode_inputs, sampling_inputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.attention import flash_attention, store_kv, torch_attention
+from nanovllm.layers.sampler import sample
 from nanovllm.utils.context import Context
 
 pytestmark = pytest.mark.gpu
@@ -234,6 +235,37 @@ def test_flash_attention_equals_torch_attention(phase: str, batch: int, head_dim
     fast = flash_attention(q, k, v, pool[0], pool[1], context, scale)
     exact = torch_attention(*(x.float() for x in (q, k, v, pool[0], pool[1])), context, scale)
     assert relative_l2(fast, exact) < 5e-3
+
+
+def test_case_42_skipped_slots_and_no_wait_for_the_gpu(build) -> None:
+    """-1 among the slots is skipped inside the kernel; and nothing in a decode step, from its
+    inputs to the sampled ids, makes the host wait: torch raises where something would."""
+    llm = build(max_num_seqs=4, max_model_len=512)
+    seqs = schedule_decode(llm, [random_ids(5 + i, seed=i) for i in range(3)])
+    runner = llm.model_runner
+    cache = torch.zeros(2, 256, 2, 128, device="cuda").bfloat16()
+    k = torch.randn(3, 2, 128, device="cuda").bfloat16()
+    slots = torch.tensor([7, -1, 300], dtype=torch.int32, device="cuda")
+
+    def step() -> torch.Tensor:
+        store_kv(k, k, cache, cache, slots)
+        logits = runner.run_model(decode_inputs(seqs, runner.device))
+        return sample(logits, sampling_inputs(seqs, frozenset(), 1024, runner.device))
+
+    step()  # compiles
+    cache.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.shape == (3,)
+    flat = cache.flatten(0, 1)
+    assert torch.equal(flat[[7, 300]], k[[0, 2]])
+    flat[[7, 300]] = 0
+    assert not flat.any(), "the skipped row was written"
+    drop_all(llm)
 
 
 def test_case_34_highest_slots_of_a_large_pool() -> None:

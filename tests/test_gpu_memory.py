@@ -35,7 +35,9 @@ def gpu_free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def test_twenty_engines_leave_gpu_memory_and_descriptors_where_they_were(folder: Path) -> None:
+def test_case_36_twenty_engines_leave_gpu_memory_and_descriptors_where_they_were(
+    folder: Path,
+) -> None:
     """With graphs, each engine: after two to warm up (libraries keep workspaces), allocated bytes
     are exactly the same, and the driver's free memory within 64 MiB."""
     rng = random.Random(0)

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
 from invariants import check_invariants
 from recording import script
 
@@ -25,12 +24,11 @@ PARAMS = SamplingParams(max_tokens=5, ignore_eos=True, stop="zzz")
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def llm(wide_tq: Path) -> Iterator[LLM]:
     """A pool of 7 blocks, in which three requests of up to 4 blocks preempt each other, budget 8;
     the model is a fake whose tokens depend on all tokens before."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=2048)
     settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 7, "max_num_batched_tokens": 8}
-    with LLM(folder, **settings) as llm:
+    with LLM(wide_tq, **settings) as llm:
         script(llm, emit)
         yield llm
 

@@ -32,7 +32,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def start(folder: Path, **settings: Any) -> LLM:
     settings = {"kvcache_block_size": 4, "max_num_batched_tokens": 16, **settings}
-    return LLM(folder, **{"num_kvcache_blocks": 64, **settings})
+    return LLM(folder, device="cpu", **{"num_kvcache_blocks": 64, **settings})
 
 
 def completions(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -51,7 +51,7 @@ def run_python(code: str, *args: object) -> str:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def test_exit_twice_does_nothing_the_second_time(folder: Path) -> None:
+def test_case_36_exit_twice_does_nothing_the_second_time(folder: Path) -> None:
     llm = start(folder)
     exits: list[int] = []
     runner_exit = llm.model_runner.exit
@@ -115,7 +115,7 @@ from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 runner_exit = ModelRunner.exit
 ModelRunner.exit = lambda self: (runner_exit(self), print("exited"))
-llm = LLM(TINY_QWEN3, num_kvcache_blocks=2)
+llm = LLM(TINY_QWEN3, num_kvcache_blocks=2, device="cpu")
 print("end of the script")
 """
     assert run_python(code) == "end of the script\nexited\n"
@@ -130,6 +130,26 @@ def test_case_36_one_after_the_other(folder: Path, llm: LLM) -> None:
     for block_size in (256, 4):
         with start(folder, kvcache_block_size=block_size) as second:
             assert completions(second, [random_ids(9)], 6) == expected
+
+
+def test_case_36_two_processes_at_once() -> None:
+    """Each runs to its end beside the other, with the same greedy text."""
+    code = """
+import sys
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", num_kvcache_blocks=4) as llm:
+    print("started", flush=True)
+    sys.stdin.read()  # until the other one has started as well
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    print(llm.generate(["ROMEO:"], params, use_tqdm=False)[0]["token_ids"])
+"""
+    command = [sys.executable, "-c", code, str(ROOT / "tests" / "assets" / "tiny-qwen3")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(2)]
+    assert [process.stdout.readline() for process in processes] == ["started\n"] * 2
+    results = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert results[0] == results[1] and len(results[0].split(",")) == 8
 
 
 def test_two_engines_of_different_block_size_in_one_process(folder: Path) -> None:

@@ -15,17 +15,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=2048)
-
-
-def test_a_hundred_calls_do_not_grow_host_memory(folder: Path) -> None:
+def test_a_hundred_calls_do_not_grow_host_memory(wide_tq: Path) -> None:
     """After 30 calls to warm up, 100 more leave no request behind and add at most 4 MiB: 40 KiB a
     call would be seen, and the allocator's own movements are below that."""
     rng = random.Random(0)
     settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 30, "max_num_batched_tokens": 64}
-    with LLM(folder, device="cpu", **settings) as llm:
+    with LLM(wide_tq, device="cpu", **settings) as llm:
         for _ in range(30):
             generate_at_random(llm, rng)
         before, requests_before = resident_bytes(), live_requests()
@@ -36,13 +31,13 @@ def test_a_hundred_calls_do_not_grow_host_memory(folder: Path) -> None:
         assert llm.stats()["preemptions"] > 0 and llm.stats()["prefix_hit_tokens"] > 0
 
 
-def test_twenty_engines_leave_nothing_behind(folder: Path) -> None:
+def test_case_36_twenty_engines_leave_nothing_behind(wide_tq: Path) -> None:
     """File descriptors and threads exactly as after the first engine; of each engine's pool of
     8 MiB and model of 1.4 MiB at most 8 MiB in all."""
     rng = random.Random(0)
 
     def build_and_exit() -> None:
-        with LLM(folder, device="cpu", kvcache_block_size=4, num_kvcache_blocks=4096) as llm:
+        with LLM(wide_tq, device="cpu", kvcache_block_size=4, num_kvcache_blocks=4096) as llm:
             generate_at_random(llm, rng)
 
     for _ in range(3):
@@ -54,7 +49,7 @@ def test_twenty_engines_leave_nothing_behind(folder: Path) -> None:
     assert resident_bytes() - bytes_before < 8 * MIB
 
 
-def test_twenty_failed_starts_leave_nothing_behind(folder: Path, tmp_path: Path) -> None:
+def test_twenty_failed_starts_leave_nothing_behind(tmp_path: Path) -> None:
     """With weights that end in the middle: files are open by then."""
     broken = make_checkpoint(tmp_path / "broken")
     path = broken / "model.safetensors"

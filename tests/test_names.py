@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import xxhash
 from checkpoints import make_checkpoint, random_ids
 
@@ -21,8 +22,9 @@ TWO = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 @pytest.fixture
 def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """The very call of the articles, on a model with 1,024 positions; its pool, which nothing in
-    the call bounds on a CPU, made 32 blocks."""
+    """The very call of the articles, on a model with 1,024 positions, on the CPU; its pool, which
+    nothing in the call bounds there, made 32 blocks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 4 << 20)
     path = str(make_checkpoint(tmp_path, vocab_size=1024, max_position_embeddings=1024))
     llm = LLM(

@@ -2,6 +2,7 @@
 launched before the one before it was collected."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,7 @@ def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
 
 def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is sized after the weights are there: what they leave is what it may take."""
-    order: list[str] = []
-    for name in ("_resolve_device", "Qwen3ForCausalLM", "load_weights"):
-        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
-    for name in ("measure_num_blocks", "check_pool", "allocate_kv_cache"):
-        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
-    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
-    start(folder, num_kvcache_blocks=None)
-    assert order == [
+    parts = [
         "_resolve_device",
         "Qwen3ForCausalLM",
         "load_weights",
@@ -60,14 +54,14 @@ def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         "check_pool",
         "allocate_kv_cache",
     ]
-
-
-def _noting(order: list[str], name: str, function: Any) -> Any:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        order.append(name)
-        return function(*args, **kwargs)
-
-    return noted
+    order: list[str] = []
+    for name in parts:
+        part = getattr(model_runner, name)
+        noted = partial(lambda name, part, *args: order.append(name) or part(*args), name, part)
+        monkeypatch.setattr(model_runner, name, noted)
+    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
+    start(folder, num_kvcache_blocks=None)
+    assert order == parts
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,9 @@ class AnySchedule(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.is_finished())
     @rule()
     def step_that_fails(self) -> None:
-        fail_step(self.scheduler, self.model)
-        self.in_order = False
+        seqs = fail_step(self.scheduler, self.model)
+        assert list(self.scheduler.waiting)[: len(seqs)] == seqs, "they wait in the step's order"
+        self.in_order = False  # those that the step left running come before them from now on
 
     @precondition(lambda self: not self.scheduler.is_finished())
     @rule(data=st.data())

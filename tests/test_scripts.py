@@ -160,7 +160,9 @@ def test_default_load(has_gpu: bool, bench: ModuleType, monkeypatch: pytest.Monk
     assert (args.dummy, args.model) == source
 
 
-@pytest.mark.parametrize("flags", ["--min-input 9 --max-input 8", "--num-seqs 0", "--min-output 0"])
+@pytest.mark.parametrize(
+    "flags", ["--min-input 9 --max-input 8", "--num-seqs 0", "--min-input 0", "--min-output 0"]
+)
 def test_impossible_loads_are_refused(flags: str, bench: ModuleType) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.parse_args(flags.split())

@@ -27,7 +27,7 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 
 def start(folder: Path, **settings: Any) -> Watch:
     """An engine of 32 blocks of 256 unless `settings` say otherwise, watched."""
-    return Watch(LLM(folder, **{"num_kvcache_blocks": 32, **settings}))
+    return Watch(LLM(folder, device="cpu", **{"num_kvcache_blocks": 32, **settings}))
 
 
 def put_first(llm: LLM, *block_ids: int) -> None:

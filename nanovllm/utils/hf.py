@@ -57,51 +57,31 @@ class ModelConfig:
 def load_model_config(folder: str) -> ModelConfig:
     """Read config.json. Raises ValueError for a missing or unreadable file, another architecture,
     or a feature that this engine would otherwise silently ignore."""
-    model_type = _read_json(folder, "config.json").get("model_type")
+    content = _read_json(folder, "config.json")
+    model_type = content.get("model_type")
     if model_type != "qwen3":
         raise ValueError(
             f"{folder}: config.json says model_type {model_type!r}; only 'qwen3' is supported"
         )
+    for name in SIZES:  # before transformers makes lists of such lengths
+        value, most = content.get(name), 10_000 if name == "num_hidden_layers" else 2**31
+        if isinstance(value, (int, float)) and value > most:
+            raise ValueError(f"{folder}: config.json: {name} must be at most {most}, got {value!r}")
     from transformers import AutoConfig
 
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds, all about this one file
         raise ValueError(f"{folder}: transformers cannot read config.json: {error}") from error
-    for name in SIZES:  # 4.x takes any value from the file
-        value = getattr(hf, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{folder}: config.json: {name} must be an int >= 1, got {value!r}")
-    eps = hf.rms_norm_eps
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
-        raise ValueError(f"{folder}: config.json: rms_norm_eps must be a number > 0, got {eps!r}")
-    num_kv_heads, head_dim = hf.num_key_value_heads, hf.head_dim
-    if hf.num_attention_heads % num_kv_heads:
-        raise ValueError(
-            f"{folder}: config.json: num_attention_heads ({hf.num_attention_heads}) is not a "
-            f"multiple of num_key_value_heads ({num_kv_heads})"
-        )
-    if hf.hidden_act != "silu":
-        raise ValueError(f"{folder}: hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
-    if hf.use_sliding_window:
-        raise ValueError(f"{folder}: use_sliding_window is not supported")
-    if head_dim % 2:
-        raise ValueError(f"{folder}: head_dim ({head_dim}) must be even for rotary embedding")
+    _check_values(folder, hf)
     # 4.x calls it torch_dtype, 5.x dtype and gives a torch.dtype or a string.
     dtype = getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or _stored_dtype(folder)
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES[1:]:
         raise ValueError(f"{folder}: dtype {dtype!r} is not one of {', '.join(DTYPES[1:])}")
     return ModelConfig(
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_hidden_layers=hf.num_hidden_layers,
-        num_attention_heads=hf.num_attention_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=hf.max_position_embeddings,
-        rms_norm_eps=float(eps),
+        **{name: getattr(hf, name) for name in SIZES},
+        rms_norm_eps=float(hf.rms_norm_eps),
         rope_theta=_rope_theta(folder, hf),
         attention_bias=bool(hf.attention_bias),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
@@ -123,6 +103,43 @@ def _stored_dtype(folder: str) -> str:
         except (OSError, SafetensorError):
             continue
     return "float32"
+
+
+def _check_values(folder: str, hf: Any) -> None:
+    """Raise ValueError for a value that no Qwen3 model can have, which 4.x takes from the file as
+    it is, and for what this engine does not do."""
+    for name in SIZES:
+        value, least = getattr(hf, name), 2 if name == "max_position_embeddings" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{folder}: config.json: {name} must be an int >= {least}, got {value!r}"
+            )
+    for name in ("attention_bias", "tie_word_embeddings", "use_sliding_window"):
+        value = getattr(hf, name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{folder}: config.json: {name} must be true or false, got {value!r}")
+    eps = hf.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
+        raise ValueError(f"{folder}: config.json: rms_norm_eps must be a number > 0, got {eps!r}")
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ValueError(
+            f"{folder}: config.json: num_attention_heads ({hf.num_attention_heads}) is not a "
+            f"multiple of num_key_value_heads ({hf.num_key_value_heads})"
+        )
+    if hf.head_dim % 2:
+        raise ValueError(
+            f"{folder}: config.json: head_dim ({hf.head_dim}) must be even for rotary embedding"
+        )
+    if hf.hidden_act != "silu":
+        raise ValueError(f"{folder}: config.json: hidden_act {hf.hidden_act!r} is not 'silu'")
+    layer_types = getattr(hf, "layer_types", None)
+    others = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
+    if hf.use_sliding_window or others:
+        raise ValueError(
+            f"{folder}: config.json: use_sliding_window, or layer_types for it: not supported"
+        )
+    if getattr(hf, "quantization_config", None):
+        raise ValueError(f"{folder}: config.json has a quantization_config: not supported")
 
 
 def _rope_theta(folder: str, hf: Any) -> float:
