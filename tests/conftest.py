@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Every test draws the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN: what a kernel leaves unwritten, or reads too early, shows."""
+    for name in ("empty", "empty_like"):
+        function = getattr(torch, name)
+
+        def poison(*args: Any, function: Any = function, **kwargs: Any) -> torch.Tensor:
+            tensor = function(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
 
 
 @pytest.fixture(scope="session")
