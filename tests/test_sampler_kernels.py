@@ -64,7 +64,7 @@ def test_the_threshold_is_the_kth_largest_logit(dtype: torch.dtype, device: torc
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_top_p_that_rounds_to_0_keeps_the_best(device: torch.device) -> None:
-    """1e-50 is within the bounds, and 0 in float32: a share that any set has, even the empty one."""
+    """1e-50 is within the bounds, and 0 in float32: a share that even the empty set has."""
     logits = torch.randn(4, 100, device=device)
     inputs = sampling_inputs(4, device, top_p=1e-50)
     assert inputs.top_p.tolist() == [0] * 4
