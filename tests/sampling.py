@@ -102,7 +102,7 @@ def assert_same_draws(
 KERNEL_FILTERS: dict[str, dict[str, list[float]]] = {
     "none": {},
     "top_k": {"top_k": [1, 5, 50, 2**30]},
-    "top_p": {"top_p": [0.9, 0.5, 1.0, 0.01, 1e-40]},
+    "top_p": {"top_p": [0.9, 0.5, 1.0, 0.01, 1e-50]},
     "min_p": {"min_p": [0.1, 0.0, 0.02, 1.0]},
     "all": {"top_k": [40, 2**30, 3], "top_p": [0.95, 0.8, 1.0, 0.3], "min_p": [0.001, 0.0]},
 }

@@ -15,7 +15,8 @@ PROMPTS = [random_ids(count, seed=count) for count in (9, 2, 30, 5)]
 
 
 def start_small(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings})
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 64, **settings}
+    return LLM(folder, device="cpu", **settings)
 
 
 def joined(increments: list[Increment], index: int) -> tuple[str, list[int], list[str | None]]:

@@ -20,7 +20,7 @@ LONGER = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(TINY_QWEN3, num_kvcache_blocks=8) as llm:
+    with LLM(TINY_QWEN3, device="cpu", num_kvcache_blocks=8) as llm:
         yield llm
 
 

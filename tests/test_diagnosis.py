@@ -29,7 +29,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 16, **settings})
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 16, **settings}
+    return LLM(folder, device="cpu", **settings)
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -154,13 +155,12 @@ def test_bar_shows_preemptions_of_this_call_when_there_are_any(folder: Path) -> 
 # --- the log --------------------------------------------------------------------------------------
 
 JOB = """
-import logging, os, sys
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import logging, sys
 if sys.argv[2] == "INFO":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("transformers").setLevel(logging.WARNING)
 from nanovllm import LLM, SamplingParams
-with LLM(sys.argv[1], num_kvcache_blocks=6) as llm:
+with LLM(sys.argv[1], device="cpu", num_kvcache_blocks=6) as llm:
     params = SamplingParams(max_tokens=5, seed=1, top_k=9, stop="zzz", logprobs=1)
     llm.generate(["ROMEO:"], params, use_tqdm=False)
     list(llm.stream(["ROMEO:"], params))

@@ -83,7 +83,7 @@ class Stream:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One engine for all examples; each gives it a scheduler and a fake model of its own."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"))
-    with LLM(folder, kvcache_block_size=4, num_kvcache_blocks=4) as llm:
+    with LLM(folder, device="cpu", kvcache_block_size=4, num_kvcache_blocks=4) as llm:
         assert llm.tokenizer.decode([0, 1, 2, 3]) == LETTERS
         AnyCalls.llm = llm
         yield

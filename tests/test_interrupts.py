@@ -28,7 +28,7 @@ def llm(wide_tq: Path) -> Iterator[LLM]:
     """A pool of 7 blocks, in which three requests of up to 4 blocks preempt each other, budget 8;
     the model is a fake whose tokens depend on all tokens before."""
     settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 7, "max_num_batched_tokens": 8}
-    with LLM(wide_tq, **settings) as llm:
+    with LLM(wide_tq, device="cpu", **settings) as llm:
         script(llm, emit)
         yield llm
 

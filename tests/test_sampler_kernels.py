@@ -65,6 +65,16 @@ def test_the_threshold_is_the_kth_largest_logit(dtype: torch.dtype, device: torc
         assert torch.equal(kept, logits[i].float() >= ordered[i]), i + 1
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_top_p_that_rounds_to_0_keeps_the_best(device: torch.device) -> None:
+    """1e-50 is within the bounds, and 0 in float32: a share that even the empty set has."""
+    logits = torch.randn(4, 100, device=device)
+    inputs = sampling_inputs(4, device, top_p=1e-50)
+    assert inputs.top_p.tolist() == [0] * 4
+    assert torch.equal(kernels.sample_triton(logits, inputs), logits.argmax(-1))
+    assert torch.equal(sample_torch(logits, inputs), logits.argmax(-1))
+
+
 def test_nobody_filters_no_thresholds(device: torch.device) -> None:
     """What nobody asks for is not computed."""
     logits, inputs = kernel_case(2, 10, torch.float32, device, "none")

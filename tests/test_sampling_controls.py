@@ -29,7 +29,8 @@ def llm(wide_tq: Path) -> Iterator[LLM]:
 
 
 def start(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, **{"kvcache_block_size": 4, "num_kvcache_blocks": 96, **settings})
+    settings = {"kvcache_block_size": 4, "num_kvcache_blocks": 96, **settings}
+    return LLM(folder, device="cpu", **settings)
 
 
 def complete(llm: LLM, prompts: list, params: Any) -> list[list[int]]:
