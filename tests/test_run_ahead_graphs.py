@@ -25,6 +25,7 @@ from resources import live_requests
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.prefill_graphs import PrefillGraphs
+from nanovllm.engine.sequence import Sequence
 
 pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton is not installed")
 
@@ -183,3 +184,19 @@ def test_prefill_graphs_are_no_longer_than_a_step(build: Build) -> None:
     graphs = llm.model_runner.prefill_graphs
     assert isinstance(graphs, PrefillGraphs) and graphs.sizes == []
     assert len(completions(llm, [[1, 2, 3]], SamplingParams(max_tokens=2))[0]) == 2
+
+
+def test_positions_that_a_prefill_graph_has_to_spare_belong_to_a_sequence(build: Build) -> None:
+    """Of id 0 and slot -1, so that attention finds no memory there that nobody has written."""
+    llm = build()
+    graphs = llm.model_runner.prefill_graphs
+    seqs = []
+    for length in (3, 9):
+        seq = Sequence(list(range(1, length + 1)), block_size=llm.config.kvcache_block_size)
+        seq.num_scheduled_tokens, seq.block_table = length, [*range(seq.num_blocks)]
+        seqs.append(seq)
+    graphs.launch(seqs)
+    rest = [32] * (graphs.max_seqs - 1)
+    assert graphs.inputs["cu_seqlens"].tolist() == [0, 3, 12, *rest]
+    assert graphs.inputs["input_ids"].tolist()[:13] == [1, 2, 3, *range(1, 10), 0]
+    assert graphs.inputs["slot_mapping"].tolist()[12:] == [-1] * (512 - 12)

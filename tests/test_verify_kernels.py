@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -167,7 +168,11 @@ def test_graph_steps_are_compared_with_eager_ones(monkeypatch: Patch) -> None:
 def test_a_graph_that_goes_on_with_its_own_ids_fails(monkeypatch: Patch) -> None:
     """The verifier accepts other ids than were sampled; a graph that does not notice computes
     another text."""
-    monkeypatch.setattr(DecodeGraphs, "arrived", lambda *_: None)
+
+    def arrived(graphs: DecodeGraphs, token_ids: list[int]) -> None:
+        graphs._token_ids = ANY  # equal to whatever was accepted
+
+    monkeypatch.setattr(DecodeGraphs, "arrived", arrived)
     assert graph_verdicts(monkeypatch) == {"prefill": "PASS", "decode": "FAIL"}
 
 

@@ -22,8 +22,10 @@ SIZES = (32, 64, 128, 256, 512)
 class PrefillGraphs:
     """Graphs for prefills without history of up to MAX_SEQS sequences and SIZES[-1] positions.
 
-    The positions beyond those of the sequences belong to none: they get slot -1, no attention, and
-    nobody reads what becomes of them. Sequences that are not there have length 0.
+    The positions beyond those of the sequences are one more sequence, of id 0, with slots -1 and
+    read by nobody. They must belong to one: attention reads whole tiles of K and V, past the end
+    of a sequence too, and multiplies what it finds there by 0, which gives NaN if that is NaN, as
+    memory is that nobody has written. Sequences that are not there have length 0.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class PrefillGraphs:
                 "input_ids": (torch.int32, positions),
                 "positions": (torch.int32, positions),
                 "slot_mapping": (torch.int32, positions),
-                "cu_seqlens": (torch.int32, (self.max_seqs + 1,)),
+                "cu_seqlens": (torch.int32, (self.max_seqs + 2,)),
                 "lens": (torch.int32, rows),
                 "temperatures": (torch.float32, rows),
             },
@@ -78,8 +80,8 @@ class PrefillGraphs:
         )
         with use_context(context):
             hidden = self.model(inputs["input_ids"][:size], inputs["positions"][:size])
-            # A missing last sequence makes this row -1 or the last one's: any row will do.
-            last = hidden[(inputs["cu_seqlens"][1:] - 1).clamp_min(0)]
+            # For a sequence that is not there this is some other row: any will do.
+            last = hidden[(inputs["cu_seqlens"][1 : self.max_seqs + 1] - 1).clamp_min(0)]
         if self.hidden is None:
             self.hidden = torch.empty_like(last)
         self.hidden.copy_(last)
@@ -105,17 +107,18 @@ class PrefillGraphs:
         """Start a prefill that `fits`. Sampled ids come in `sampled`; returns the hidden states of
         the last positions [N, hidden], valid until the next launch."""
         ids, positions, slots, cu_seqlens, _ = prefill_arrays(seqs)
-        host, total, n = self.inputs.host(), len(ids), len(seqs)
+        host, n = self.inputs.host(), len(seqs)
+        size = self.sizes[bisect_left(self.sizes, len(ids))]
         fill_sampling(host, seqs)
         for name, array, rest in (
             ("input_ids", ids, 0),
             ("positions", positions, 0),
             ("slot_mapping", slots, -1),
-            ("cu_seqlens", cu_seqlens, total),
+            ("cu_seqlens", cu_seqlens, size),
         ):
             host[name][: len(array)] = array
             host[name][len(array) :] = rest
         host["lens"][:n] = [len(seq) for seq in seqs]
         self.inputs.upload()
-        self.graphs[self.sizes[bisect_left(self.sizes, total)]].replay()
+        self.graphs[size].replay()
         return self.hidden[:n]
