@@ -186,6 +186,7 @@ def test_prefill_graphs_are_no_longer_than_a_step(build: Build) -> None:
     assert len(completions(llm, [[1, 2, 3]], SamplingParams(max_tokens=2))[0]) == 2
 
 
+@torch.inference_mode()
 def test_positions_that_a_prefill_graph_has_to_spare_belong_to_a_sequence(build: Build) -> None:
     """Of id 0 and slot -1, so that attention finds no memory there that nobody has written."""
     llm = build()
