@@ -189,17 +189,22 @@ def draw_workload(args: argparse.Namespace, max_id: int, repeat: int = 0) -> Wor
 
 
 class TimedLLM(LLM):
-    """An LLM that notes (start, end, num_tokens) of each step. A step returns token ids that are
-    on the host, so the GPU is done with it by then."""
+    """An LLM that notes (start, end, num_tokens) of each step. A step counts from the end of the
+    one before, and ends when its token ids are on the host."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.steps: list[tuple[float, float, int]] = []
+        self.begin: float | None = None
         super().__init__(model, **settings)
 
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
         start = perf_counter()
-        finished, num_tokens = super().step()
-        self.steps.append((start, perf_counter(), num_tokens))
+        finished, num_tokens = super().loop_step()
+        if num_tokens:  # none, if the loop has only launched its first step yet
+            self.steps.append((self.begin or start, perf_counter(), num_tokens))
+            self.begin = self.steps[-1][1]
+        else:
+            self.begin = start
         return finished, num_tokens
 
 
@@ -231,6 +236,7 @@ def measure(llm: TimedLLM, load: Workload, temperature: float) -> dict[str, floa
         for num_out in load.output_lens
     ]
     llm.steps.clear()
+    llm.begin = None
     start = perf_counter()
     outputs = llm.generate(load.prompts, params, use_tqdm=False)
     seconds = perf_counter() - start

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +16,36 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip tests marked `gpu` where there is no GPU. Where there is one, tests of kernels that
+    take the `device` fixture run on it, and are GPU tests too."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if not torch.cuda.is_available():
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+        elif "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN: what a kernel leaves unwritten, or reads too early, shows."""
+    for name in ("empty", "empty_like"):
+        function = getattr(torch, name)
+
+        def poison(*args: Any, function: Any = function, **kwargs: Any) -> torch.Tensor:
+            tensor = function(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
 
 
 @pytest.fixture(scope="session")

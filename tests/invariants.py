@@ -5,24 +5,40 @@ whole runs: `scheduling.run_to_end` and test_scheduler_fuzz.py assert them.
 """
 
 import struct
+from collections.abc import Iterable
 
 import xxhash
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
-from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.scheduler import Progress, ScheduledBatch, Scheduler
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 
-def check_invariants(scheduler: Scheduler) -> None:
-    """I1-I4, I6 and the rest of what is true between steps; I8's first half when all is done."""
+def check_invariants(scheduler: Scheduler, in_flight: Iterable[Progress] = ()) -> None:
+    """I1-I4, I6 and the rest of what is true between steps; I8's first half when all is done.
+
+    in_flight: the rows of the step that is launched, if one is. Its sequences have a token pending,
+    their scheduled positions count as cached, but no block that it fills is registered yet; those
+    that it makes full hold their blocks without being queued."""
     manager = scheduler.block_manager
-    live = [*scheduler.waiting, *scheduler.running]
+    flying = {row.seq.seq_id: row for row in in_flight if not row.seq.is_finished}
+    queued = [*scheduler.waiting, *scheduler.running]
+    full = [row.seq for row in flying.values() if row.seq not in queued]
+    live = queued + full
     _check_queues(scheduler)
     _check_pool(manager, live)
     _check_index(manager)
     for seq in live:
-        _check_blocks_of(seq, manager)
-    if scheduler.is_finished():
+        row = flying.get(seq.seq_id)
+        _check_blocks_of(seq, manager, seq.num_cached_tokens if row is None else row.start)
+        pends = row is not None and row.accepts
+        assert (seq.last_token == PENDING) == pends and PENDING not in seq.token_ids[:-1]
+        if pends:
+            assert seq.num_tokens == row.end + 1 == seq.num_cached_tokens + 1
+    for seq in full:
+        most = min(seq.num_prompt_tokens + seq.max_tokens, scheduler.max_model_len)
+        assert seq.num_tokens == most, "left the queue without being full"
+    if not live:
         assert sorted(manager.free_block_ids) == list(range(len(manager.blocks))), "I8"
 
 
@@ -93,17 +109,18 @@ def _check_index(manager: BlockManager) -> None:
         assert len(block.token_ids) == (0 if block.hash == NO_HASH else manager.block_size), "I4"
 
 
-def _check_blocks_of(seq: Sequence, manager: BlockManager) -> None:
-    """The full blocks carry the hash of all ids up to their end; the rest are this sequence's own,
-    without a hash (I4), and there are just as many as its positions need."""
+def _check_blocks_of(seq: Sequence, manager: BlockManager, num_computed: int) -> None:
+    """The blocks that num_computed positions fill carry the hash of all ids up to their end; the
+    rest are this sequence's own, without a hash (I4), and there are just as many as its positions
+    need."""
     if seq.block_table:
         # A running sequence's last token has no slot yet if it opens a block: see can_append.
         waits = seq.status is SequenceStatus.WAITING
         num_positions = seq.num_tokens if waits else seq.num_cached_tokens
         assert len(seq.block_table) == -(-num_positions // seq.block_size)
-    num_full = seq.num_cached_tokens // seq.block_size
+    num_full = num_computed // seq.block_size
     blocks = [manager.blocks[block_id] for block_id in seq.block_table]
-    expected = chain_hashes(seq.token_ids[: seq.num_cached_tokens], seq.block_size)
+    expected = chain_hashes(seq.token_ids[:num_computed], seq.block_size)
     assert [block.hash for block in blocks[:num_full]] == expected
     assert [block.token_ids for block in blocks[:num_full]] == [
         seq.block(i) for i in range(num_full)

@@ -10,8 +10,9 @@ from checkpoints import logit_errors
 from invariants import check_invariants, check_step
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import LaunchedStep
 from nanovllm.engine.scheduler import ScheduledBatch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, get_context
 
@@ -110,13 +111,24 @@ def progress(seq: Sequence) -> str:
 
 
 def script(llm: LLM, emit: Callable[[Sequence], int]) -> None:
-    """Replace the model by a fake that gives `emit(seq)` for each sequence of a step."""
+    """Replace the model by a fake that gives `emit(seq)` for each sequence of a step. It works a
+    step ahead, too: a pending token is filled in before `emit` looks, as on a device."""
+    latest: dict[int, int] = {}
 
-    def run(seqs: list[Sequence], is_prefill: bool) -> list[int]:
-        llm.model_runner.logprobs = [None] * len(seqs)
-        return [emit(seq) for seq in seqs]
+    def launch(seqs: list[Sequence], is_prefill: bool) -> LaunchedStep:
+        token_ids = []
+        for seq in seqs:
+            pending = seq.last_token == PENDING
+            if pending:
+                seq.token_ids[-1] = latest[seq.seq_id]
+            token_ids.append(emit(seq))
+            if pending:
+                seq.token_ids[-1] = PENDING
+        latest.clear()
+        latest.update(zip((seq.seq_id for seq in seqs), token_ids, strict=True))
+        return LaunchedStep(torch.tensor(token_ids, dtype=torch.int32), None, {})
 
-    llm.model_runner.run = run
+    llm.model_runner.launch = launch
 
 
 def assert_logits_agree(

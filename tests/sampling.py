@@ -84,7 +84,7 @@ def assert_same_draws(
 ) -> None:
     """Equal tokens; on a GPU, whose logarithm is rounded otherwise, a row in a hundred may have
     another one if the two are within 1e-3 of each other after the noise."""
-    assert tokens.dtype == torch.int64 and tokens.shape == expected.shape
+    assert tokens.dtype == torch.int32 and tokens.shape == expected.shape
     differing = (tokens != expected).nonzero().flatten()
     if not logits.is_cuda:
         assert not len(differing)

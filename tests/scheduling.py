@@ -14,7 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 
 SOME_FOLDER = str(Path(__file__).parent)  # Config wants one that exists; nothing reads it here
 
@@ -67,27 +67,37 @@ class FakeModel:
     the position before it, as in a deep layer; the sampled token depends on the K/V of all
     positions. A wrong slot, a block shared or overwritten by mistake, a position left out: each
     gives other tokens than `complete_alone` does.
+
+    As on a device, a token that is still pending in the scheduler's books is known here, if the
+    step before sampled it.
     """
 
     def __init__(self, scheduler: Scheduler, vocab_size: int = 3) -> None:
         manager = scheduler.block_manager
         self.vocab_size = vocab_size
         self.pool = [0] * (len(manager.blocks) * manager.block_size)
+        self.latest: dict[int, int] = {}  # seq_id -> what the step before sampled
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """As ModelRunner.run: store the K/V of the scheduled positions of all `seqs`, then sample
         one token each."""
         for seq in seqs:
             for position in _scheduled_positions(seq):
+                token_id = seq.token_ids[position]
+                if token_id == PENDING:
+                    assert not is_prefill, "a pending token must arrive before a prefill"
+                    token_id = self.latest[seq.seq_id]
                 before = self.pool[slot(seq, position - 1)] if position else 0
-                self.pool[slot(seq, position)] = mix(before, seq.token_ids[position])
-        return [
+                self.pool[slot(seq, position)] = mix(before, token_id)
+        sampled = [
             sample(
                 (self.pool[slot(seq, p)] for p in range(_scheduled_positions(seq).stop)),
                 self.vocab_size,
             )
             for seq in seqs
         ]
+        self.latest = {seq.seq_id: token for seq, token in zip(seqs, sampled, strict=True)}
+        return sampled
 
     def spoil(self, seqs: list[Sequence]) -> None:
         """What a step that fails half-way may do: leave garbage at every scheduled position."""
@@ -168,3 +178,15 @@ def run_to_end(scheduler: Scheduler, model: FakeModel) -> list[Step]:
         idle = idle + 1 if sum(map(len, live)) == num_tokens else 0
         assert idle < most_chunks, f"I7: {idle} steps in a row accepted no token"
     return steps
+
+
+def assert_cache_still_hits(scheduler: Scheduler, model: FakeModel) -> None:
+    """I8, second half: the longest prompt that the pool can take is hit when it comes again."""
+    block_size = scheduler.block_manager.block_size
+    pool = len(scheduler.block_manager.blocks) * block_size
+    length = min(pool, scheduler.max_model_len - 1)
+    for num_hits in (0, (length - 1) // block_size):
+        seq = make_sequence(scheduler, [9] * length, max_tokens=1)  # 9 is in no other prompt
+        assert scheduler.block_manager.can_allocate(seq) == num_hits, "I8"
+        scheduler.add(seq)
+        run_to_end(scheduler, model)

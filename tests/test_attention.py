@@ -179,7 +179,7 @@ def test_layer_without_a_pool_stores_nothing() -> None:
 
 
 def test_cpu_takes_torch_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the dtype, head_dim and block size. The runner's one line names the choice."""
+    """Whatever the dtype, head_dim and block size; the runner's one line names the choice."""
     caplog.set_level(logging.INFO, logger="nanovllm")
     assert select_attention(torch.device("cpu"), torch.float32, 24, 3) is torch_attention
     assert not caplog.records
@@ -188,9 +188,9 @@ def test_cpu_takes_torch_without_a_word(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     ("installed", "dtype", "block_size", "reason"),
     [
-        (False, torch.bfloat16, 256, "flash-attn is not installed (pip install '.[cuda]')"),
-        (True, torch.float32, 256, "flash-attn does not serve torch.float32"),
-        (True, torch.float16, 128, "flash-attn needs kvcache_block_size in multiples of 256"),
+        (False, torch.bfloat16, 256, "FlashAttention-2 is not installed (pip install '.[cuda]'"),
+        (True, torch.float32, 256, "FlashAttention-2 does not serve torch.float32"),
+        (True, torch.float16, 128, "kvcache_block_size in multiples of 256, not 128"),
     ],
 )
 def test_gpu_without_flash_attention_is_warned(
@@ -203,10 +203,33 @@ def test_gpu_without_flash_attention_is_warned(
 ) -> None:
     """None of these reasons needs a look at the GPU, so no GPU is needed here."""
     stand_in = (lambda *_: None) if installed else None
-    monkeypatch.setattr(attention_module, "flash_attn_varlen_func", stand_in)
+    for function in ("flash_attn_varlen_func", "flash3_varlen_func"):
+        monkeypatch.setattr(attention_module, function, stand_in)
     assert select_attention(torch.device("cuda"), dtype, 128, block_size) is torch_attention
     (record,) = caplog.records
     assert record.levelname == "WARNING" and reason in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("serve", "chosen"),
+    [
+        ({"FlashAttention-3", "FlashAttention-2"}, attention_module.flash3_attention),
+        ({"FlashAttention-3"}, attention_module.flash3_attention),
+        ({"FlashAttention-2"}, attention_module.flash_attention),
+    ],
+)
+def test_gpu_takes_the_newest_flash_attention_that_serves(
+    serve: set[str],
+    chosen: attention_module.AttentionFunction,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a warning; test_gpu_fast.py asks the real ones."""
+    monkeypatch.setattr(
+        attention_module, "_why_not", lambda name, *_: None if name in serve else "it cannot"
+    )
+    assert select_attention(torch.device("cuda"), torch.bfloat16, 128, 256) is chosen
+    assert not caplog.records
 
 
 def test_store_skips_minus_one_without_touching_the_last_slot() -> None:

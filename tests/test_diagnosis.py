@@ -176,7 +176,7 @@ def test_silent_by_default_and_one_line_at_info(level: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "nanovllm" in line]
     expected = (
-        "INFO nanovllm.engine.model_runner: plain torch attention, torch.float32 on cpu, CUDA "
+        "INFO nanovllm.engine.model_runner: torch_attention, torch.float32 on cpu, CUDA "
         "graphs off, 6 KV blocks (1536 tokens), world size 1"
     )
     assert lines == ([expected] if level == "INFO" else [])

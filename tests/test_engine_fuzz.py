@@ -117,7 +117,7 @@ class AnyCalls(RuleBasedStateMachine):
             error, self.error = self.error, None
             self.model.spoil(seqs)
             raise error("made to fail")
-        self.llm.model_runner.logprobs = [None] * len(seqs)
+        self.llm.model_runner.logprobs = {}
         return self.model.run(seqs, is_prefill)
 
     def fits(self, job: Job) -> bool:

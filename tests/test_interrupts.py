@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -91,9 +92,16 @@ def live(llm: LLM) -> list[Sequence]:
     return [*llm.scheduler.waiting, *llm.scheduler.running]
 
 
-@pytest.mark.parametrize("job", [generate, stream, by_hand])
-def test_ctrl_c_at_any_line(llm: LLM, job: Callable[[LLM], None]) -> None:
-    """Run after run, five lines later each time, until a run is over before its Ctrl-C."""
+@pytest.mark.parametrize(
+    ("job", "ahead"),
+    [(generate, False), (stream, False), (by_hand, False), (generate, True), (stream, True)],
+)
+def test_ctrl_c_at_any_line(
+    llm: LLM, job: Callable[[LLM], None], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run after run, five lines later each time, until a run is over before its Ctrl-C. In the loop
+    that runs ahead there are then up to two steps that were not taken in."""
+    monkeypatch.setattr(llm, "runs_ahead", ahead)
     completions = [o["token_ids"] for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     assert llm.stats()["preemptions"] > 0
     fired = interrupted = 0
@@ -113,6 +121,29 @@ def test_ctrl_c_at_any_line(llm: LLM, job: Callable[[LLM], None]) -> None:
     assert fired == interrupted > 100, "a Ctrl-C was swallowed, or the job is too short"
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == completions
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ctrl_c_in_generate_spares_other_requests(
+    llm: LLM, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was added before goes on when `generate` is interrupted, at any line, and gets the
+    tokens that it gets alone: none lost, none twice, none of the steps that were not taken in."""
+    monkeypatch.setattr(llm, "runs_ahead", ahead)
+    (alone,) = llm.generate([PROMPTS[1]], PARAMS, use_tqdm=False)
+    for line in range(1, 10**6, 11):
+        llm.add_request(PROMPTS[1], PARAMS)
+        (seq,) = llm.scheduler.waiting
+        with InterruptAt(line) as interrupt, suppress(KeyboardInterrupt):
+            llm.generate(PROMPTS[::2], PARAMS, use_tqdm=False)
+        check_invariants(llm.scheduler)
+        assert live(llm) == ([] if seq.is_finished else [seq]), line
+        while not llm.is_finished():
+            llm.step()
+        assert seq.completion_token_ids == alone["token_ids"], line
+        if not interrupt.fired:
+            break
+    assert line > 1000
 
 
 def test_held_back_to_the_end_of_the_block() -> None:

@@ -268,5 +268,5 @@ print([name for name in sys.modules if "modeling_qwen3" in name])
     (says,) = [line for line in lines if line.startswith("nanovllm")]
     logger, chosen = says.split(": ", maxsplit=1)
     assert logger == "nanovllm.engine.model_runner"
-    assert chosen.startswith("plain torch attention, torch.float32 on cpu, CUDA graphs off, 2 KV")
+    assert chosen.startswith("torch_attention, torch.float32 on cpu, CUDA graphs off, 2 KV blocks")
     assert lines[-2:] == ["5 cpu", "[]"]

@@ -1,23 +1,19 @@
-"""ModelRunner on CPU: start-up order, device, dtype and pool size; and the CUDA graphs' buckets and
-padding, with recorded calls in place of graphs."""
+"""ModelRunner on CPU: start-up order, device, dtype and pool size; what a step writes, and a step
+launched before the one before it was collected."""
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import TQ, make_checkpoint, random_ids
-from torch import nn
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import kv_cache, model_runner
-from nanovllm.engine.cuda_graphs import MAX_GRAPH_BATCH, CudaGraphs, graph_batch_sizes
-from nanovllm.engine.inputs import StepInputs, decode_inputs
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.hf import load_model_config
 
@@ -38,7 +34,7 @@ def start(folder: Path, **settings: Any) -> ModelRunner:
 
 
 def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
-    seq = Sequence(random_ids(length, seed=length), block_size=4)
+    seq = Sequence(random_ids(length, seed=length), SamplingParams(temperature=0), block_size=4)
     seq.block_table, seq.num_cached_tokens = table, num_cached
     seq.num_scheduled_tokens = length - num_cached
     return seq
@@ -49,22 +45,29 @@ def sequence(length: int, table: list[int], num_cached: int = 0) -> Sequence:
 
 def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is sized after the weights are there: what they leave is what it may take."""
-    parts = [
-        "_resolve_device",
+    order: list[str] = []
+    for name in ("resolve_device", "Qwen3ForCausalLM", "load_weights"):
+        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
+    for name in ("measure_num_blocks", "check_pool", "allocate_kv_cache"):
+        monkeypatch.setattr(model_runner, name, _noting(order, name, getattr(model_runner, name)))
+    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
+    start(folder, num_kvcache_blocks=None)
+    assert order == [
+        "resolve_device",
         "Qwen3ForCausalLM",
         "load_weights",
         "measure_num_blocks",
         "check_pool",
         "allocate_kv_cache",
     ]
-    order: list[str] = []
-    for name in parts:
-        part = getattr(model_runner, name)
-        noted = partial(lambda name, part, *args: order.append(name) or part(*args), name, part)
-        monkeypatch.setattr(model_runner, name, noted)
-    monkeypatch.setattr(kv_cache, "CPU_POOL_BYTES", 1 << 20)
-    start(folder, num_kvcache_blocks=None)
-    assert order == parts
+
+
+def _noting(order: list[str], name: str, function: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        order.append(name)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_one_line_at_info_says_what_was_chosen(
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert record.getMessage() == (
-        "plain torch attention, torch.bfloat16 on cpu, CUDA graphs off, 8 KV blocks (32 tokens), "
+        "torch_attention, torch.bfloat16 on cpu, CUDA graphs off, 8 KV blocks (32 tokens), "
         "world size 1"
     )
 
@@ -164,93 +167,31 @@ def test_every_layer_writes_its_own_part_of_the_pool(folder: Path) -> None:
         assert all(not torch.equal(part, other) for other in parts[i + 1 :])
 
 
-# --- CUDA graphs ----------------------------------------------------------------------------------
+def test_a_pending_token_comes_from_the_step_before(folder: Path) -> None:
+    """Launched before the host knows the ids, in other rows, beside a row whose id is known: the
+    step computes what it computes with the ids."""
+    tokens: dict[bool, list[int]] = {}
+    for ahead in (False, True):
+        runner = start(folder)
+        a, b, c = sequence(5, [0, 1]), sequence(7, [2, 3]), sequence(6, [4, 5])
+        runner.call("run", [c], True)
+        c.append_token(8)
+        first = runner.call("launch", [a, b], True)
+        for seq, token_id in zip((a, b), runner.call("collect", first), strict=True):
+            seq.append_token(PENDING if ahead else token_id)
+        for seq in (a, b, c):
+            seq.num_cached_tokens, seq.num_scheduled_tokens = len(seq) - 1, 1
+        tokens[ahead] = runner.call("run", [c, b, a], False)
+        assert len(set(tokens[ahead])) == 3, "a mixed-up row would not show"
+    assert tokens[True] == tokens[False]
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [
-        (1, [1]),
-        (3, [1, 2, 3]),
-        (8, [1, 2, 4, 8]),
-        (9, [1, 2, 4, 8, 9]),
-        (16, [1, 2, 4, 8, 16]),
-        (17, [1, 2, 4, 8, 16, 17]),
-        (20, [1, 2, 4, 8, 16, 20]),
-        (33, [1, 2, 4, 8, 16, 32, 33]),
-        (512, [1, 2, 4, 8, *range(16, 513, 16)]),
-        (1000, [1, 2, 4, 8, *range(16, 513, 16)]),
-    ],
-)
-def test_case_22_bucket_sizes_have_no_gap(max_num_seqs: int, sizes: list[int]) -> None:
-    assert graph_batch_sizes(max_num_seqs) == sizes
-
-
-class FakeGraph:
-    """Counts its replays."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> CudaGraphs:
-    """Graphs for up to 20 sequences of 6 blocks that only count."""
-    captured: list[int] = []
-
-    def capture(self: CudaGraphs, size: int) -> None:
-        captured.append(size)
-        self.graphs[size] = FakeGraph()
-        self.hidden = torch.arange(20.0).unsqueeze(1)
-
-    monkeypatch.setattr(CudaGraphs, "_capture", capture)
-    graphs = CudaGraphs(nn.Identity(), 20, 6, CPU)
-    assert captured == [20, 16, 8, 4, 2, 1], "largest first"
-    return graphs
-
-
-def decode(graphs: CudaGraphs, lengths: list[int]) -> StepInputs:
-    """Run a decode batch of sequences of these lengths."""
-    seqs = [sequence(n, [*range(-(-n // 4))], num_cached=n - 1) for n in lengths]
-    inputs = decode_inputs(seqs, CPU)
-    assert graphs.run(inputs).flatten().tolist() == [*range(len(lengths))]
-    return inputs
-
-
-@pytest.mark.parametrize(
-    ("batch", "bucket"),
-    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 20), (20, 20)],
-)
-def test_a_batch_runs_in_the_smallest_bucket_that_holds_it(
-    graphs: CudaGraphs, batch: int, bucket: int
-) -> None:
-    assert graphs.fits(batch)
-    decode(graphs, [5] * batch)
-    assert [size for size, graph in graphs.graphs.items() if graph.replays] == [bucket]
-
-
-def test_padding_rows_store_nothing_and_read_nothing(graphs: CudaGraphs) -> None:
-    """A batch of 9 in the graph of 16, after a batch of 20 has filled every row."""
-    decode(graphs, [24] * 20)
-    inputs = decode(graphs, [3 + i for i in range(9)])
-    context = inputs.context
-    assert graphs.input_ids[:9].tolist() == inputs.input_ids.tolist()
-    assert graphs.positions[:9].tolist() == inputs.positions.tolist() == [2 + i for i in range(9)]
-    assert graphs.slot_mapping[:16].tolist() == context.slot_mapping.tolist() + [-1] * 7
-    assert graphs.context_lens[:16].tolist() == [3 + i for i in range(9)] + [0] * 7
-    width = context.block_tables.shape[1]
-    assert width == 3
-    assert graphs.block_tables[:9, :width].tolist() == context.block_tables.tolist()
-
-
-def test_a_batch_above_512_takes_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(self: CudaGraphs, size: int) -> None:
-        self.graphs[size] = FakeGraph()
-
-    monkeypatch.setattr(CudaGraphs, "_capture", capture)
-    graphs = CudaGraphs(nn.Identity(), 600, 1, CPU)
-    assert graphs.fits(MAX_GRAPH_BATCH) and MAX_GRAPH_BATCH == 512
-    assert not graphs.fits(513)
+def test_a_later_launch_leaves_an_earlier_steps_ids_alone(folder: Path) -> None:
+    """They are collected after it."""
+    runner = start(folder)
+    seq, other = sequence(5, [0, 1]), sequence(7, [2, 3])
+    expected = runner.call("run", [seq], True)
+    first = runner.call("launch", [seq], True)
+    second = runner.call("launch", [other], True)
+    assert runner.call("collect", second) != expected
+    assert runner.call("collect", first) == expected

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sampling import KERNEL_FILTERS, assert_same_draws, kernel_case, sampling_inputs
 
+from nanovllm.layers import sampler
 from nanovllm.layers.sampler import SamplingInputs, sample, sample_torch
 
 kernels = pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton is not installed")
@@ -12,8 +13,10 @@ kernels = pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 candidates, so that a small vocabulary has many, in several splits."""
+    """Blocks of 64 candidates, so that a small vocabulary has many, in several splits. The order
+    of the noise follows the size of the blocks, so the plain form needs the same."""
     monkeypatch.setattr(kernels, "BLOCK", 64)
+    monkeypatch.setattr(sampler, "NOISE_BLOCK", 64)
 
 
 @pytest.mark.usefixtures("small_blocks")

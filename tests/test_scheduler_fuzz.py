@@ -20,6 +20,7 @@ from invariants import check_invariants
 from scheduling import (
     FakeModel,
     add_request,
+    assert_cache_still_hits,
     complete_alone,
     fail_step,
     make_scheduler,
@@ -44,18 +45,6 @@ def assert_as_alone(seq: Sequence, scheduler: Scheduler) -> None:
     )
     assert (seq.completion_token_ids, seq.finish_reason) == expected
     assert seq.is_finished and seq.num_cached_tokens == 0 and seq.block_table == []
-
-
-def assert_cache_still_hits(scheduler: Scheduler, model: FakeModel) -> None:
-    """I8, second half: the longest prompt that the pool can take is hit when it comes again."""
-    block_size = scheduler.block_manager.block_size
-    pool = len(scheduler.block_manager.blocks) * block_size
-    length = min(pool, scheduler.max_model_len - 1)
-    for num_hits in (0, (length - 1) // block_size):
-        seq = make_sequence(scheduler, [9] * length, max_tokens=1)  # 9 is in no other prompt
-        assert scheduler.block_manager.can_allocate(seq) == num_hits, "I8"
-        scheduler.add(seq)
-        run_to_end(scheduler, model)
 
 
 class AnySchedule(RuleBasedStateMachine):

@@ -95,11 +95,11 @@ class BlockManager:
         A new block is due exactly when `len(seq) % block_size == 1`, not at 0: the last token is
         accepted but not stored yet, so only the first token *of* a block needs it.
         """
-        return not self._opens_block(seq) or bool(self.free_block_ids)
+        return not self.opens_block(seq) or bool(self.free_block_ids)
 
     def may_append(self, seq: Sequence) -> None:
         """Extend the table by one block if the last token opens one (see `can_append`)."""
-        if self._opens_block(seq):
+        if self.opens_block(seq):
             seq.block_table.append(self._take_free_block())
         assert len(seq.block_table) == seq.num_blocks
 
@@ -115,13 +115,15 @@ class BlockManager:
         seq.block_table = []
         seq.num_cached_tokens = 0
 
-    def hash_blocks(self, seq: Sequence) -> None:
-        """Register the blocks that the step just run completed, i.e. whose last position is among
-        the scheduled ones. Call it after the K/V exists and before the counts are updated."""
-        first = seq.num_cached_tokens // self.block_size
-        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
+    def hash_blocks(self, seq: Sequence, start: int | None = None, end: int | None = None) -> None:
+        """Register the blocks completed by a step that computed positions start..end-1 (by default
+        the scheduled ones), whose last position is among them. Call it when the K/V exists."""
+        if start is None or end is None:
+            start = seq.num_cached_tokens
+            end = start + seq.num_scheduled_tokens
+        first = start // self.block_size
         prefix = self.blocks[seq.block_table[first - 1]].hash if first else NO_HASH
-        for i in range(first, end):
+        for i in range(first, end // self.block_size):
             block = self.blocks[seq.block_table[i]]
             block.token_ids = seq.block(i)
             block.hash = prefix = self.compute_hash(block.token_ids, prefix)
@@ -141,7 +143,8 @@ class BlockManager:
             hits.append(self.blocks[block_id])
         return hits
 
-    def _opens_block(self, seq: Sequence) -> bool:
+    def opens_block(self, seq: Sequence) -> bool:
+        """Whether `seq`'s last token is the first of a block (see `can_append`)."""
         # `len % block_size == 1`, in a form that also holds for block_size 1.
         return (len(seq) - 1) % self.block_size == 0
 

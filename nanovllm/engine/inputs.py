@@ -23,27 +23,33 @@ class StepInputs:
     context: Context
 
 
-def prefill_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
-    """Concatenate the scheduled positions of all sequences. `block_tables` is there only when some
-    sequence has history (an earlier chunk or a prefix hit) to attend to."""
+def prefill_arrays(seqs: list[Sequence]) -> list[np.ndarray]:
+    """The scheduled positions of all sequences, concatenated: input_ids, positions, slot_mapping
+    [T], cu_seqlens_q and cu_seqlens_k [N + 1], all int32."""
     ids, positions, slots = [], [], []
     lens_q, lens_k = [0], [0]
     for seq in seqs:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         span = np.arange(start, end, dtype=np.int32)
         table = np.asarray(seq.block_table, dtype=np.int32)
-        ids.append(np.asarray(seq.token_ids[start:end], dtype=np.int32))
+        ids.append(np.asarray(seq.scheduled_token_ids, dtype=np.int32))
         positions.append(span)
         slots.append(table[span // seq.block_size] * seq.block_size + span % seq.block_size)
         lens_q.append(end - start)
         lens_k.append(end)
-    arrays = [
+    return [
         np.concatenate(ids),
         np.concatenate(positions),
         np.concatenate(slots),
         np.cumsum(lens_q, dtype=np.int32),
         np.cumsum(lens_k, dtype=np.int32),
     ]
+
+
+def prefill_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
+    """The tensors of a prefill step. `block_tables` is there only when some sequence has history
+    (an earlier chunk or a prefix hit) to attend to."""
+    arrays = prefill_arrays(seqs)
     has_history = any(seq.num_cached_tokens for seq in seqs)
     if has_history:
         arrays.append(_padded_tables(seqs))
@@ -53,8 +59,8 @@ def prefill_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
         slot_mapping=slot_mapping,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
-        max_seqlen_q=max(lens_q),
-        max_seqlen_k=max(lens_k),
+        max_seqlen_q=int(np.diff(arrays[3]).max()),
+        max_seqlen_k=int(np.diff(arrays[4]).max()),
         block_tables=tables[0] if has_history else None,
     )
     return StepInputs(input_ids, position_ids, context)
@@ -79,6 +85,13 @@ def decode_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
         block_tables=block_tables,
     )
     return StepInputs(input_ids, positions, context)
+
+
+def fill_sampling(host: dict[str, np.ndarray], seqs: list[Sequence]) -> None:
+    """Write `seqs`' temperatures and seeds to the arrays of a graph's PackedBuffer."""
+    host["temperatures"][: len(seqs)] = [seq.temperature for seq in seqs]
+    seeds = np.array([seq.seed % 2**64 for seq in seqs], dtype=np.uint64)
+    host["seeds"][: len(seqs)] = seeds.view(np.int64)
 
 
 def sampling_inputs(

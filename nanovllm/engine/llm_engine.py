@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.config import Config
+from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import (
     Conversation,
@@ -22,6 +23,7 @@ from nanovllm.engine.prompts import (
     token_ids_of,
 )
 from nanovllm.engine.request import Completion, Increment, Request
+from nanovllm.engine.run_ahead import RunAhead
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -41,11 +43,6 @@ class LLMEngine:
         """Start everything. Raises TypeError or ValueError, with nothing left running, for bad
         settings (see Config) or a folder that is not a complete Qwen3 model."""
         config = Config.from_settings(model, settings)
-        if config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs on one "
-                "GPU; use 1"
-            )
         model_config = load_model_config(config.model)
         check_size(model_config, config.model)
         max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
@@ -55,11 +52,15 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(config.model)
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
-        self.model_runner = ModelRunner(self.config, model_config, eos_token_ids)
+        runner_type = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
+        self.model_runner = runner_type(self.config, model_config, eos_token_ids)
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
+        self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
+        # Whole loops run a step ahead where that hides the host's work behind the GPU's.
+        self.runs_ahead = self.model_runner.device.type == "cuda"
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -72,7 +73,7 @@ class LLMEngine:
         self._finalizer()
 
     def is_finished(self) -> bool:
-        return self.scheduler.is_finished()
+        return self.scheduler.is_finished() and self._run_ahead.in_flight is None
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`.
@@ -104,7 +105,9 @@ class LLMEngine:
         the run raises, the step's requests wait again as if it had not been scheduled.
         """
         self._check_running()
-        if self.is_finished():
+        if self._run_ahead.in_flight is not None:  # of a stream whose caller now steps by hand
+            return self._run_ahead.drain()
+        if self.scheduler.is_finished():
             return [], 0
         seqs: list[Sequence] = []
         try:
@@ -113,26 +116,31 @@ class LLMEngine:
             num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
             token_ids = self.model_runner.call("run", seqs, is_prefill)
             with interrupts_held():
-                self._accept(seqs, token_ids, is_prefill)
+                accepted = self.scheduler.postprocess(seqs, token_ids, is_prefill)
+                self._on_tokens(accepted, self.model_runner.logprobs)
+                done, seqs = [seq for seq in seqs if seq.is_finished], []  # nothing to roll back
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
             with interrupts_held():
                 self.scheduler.rollback(seqs)
             raise
-        finished = [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished]
+        finished = [(seq.seq_id, seq.completion_token_ids) for seq in done]
         return finished, num_tokens if is_prefill else -num_tokens
 
-    def _accept(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> None:
-        """Account for a step that ran: in the scheduler, then in the requests that got a token."""
-        accepting = [seq.completes_in_this_step for seq in seqs]
-        self.scheduler.postprocess(seqs, token_ids, is_prefill)
-        for seq, accepts, logprobs in zip(seqs, accepting, self.model_runner.logprobs, strict=True):
-            request = self.requests.get(seq.seq_id)
-            if not accepts or request is None:  # None: added to the scheduler by hand
-                continue
-            if request.accept(logprobs):
+    def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """One turn of `generate`, `chat` and `stream`: `step`, or RunAhead's, with its result."""
+        self._check_running()
+        return self._run_ahead.step() if self.runs_ahead else self.step()
+
+    def _on_tokens(
+        self, accepted: list[tuple[Sequence, int]], logprobs: dict[int, dict[int, float]]
+    ) -> None:
+        """Tell the requests what their sequences accepted."""
+        for seq, token_id in accepted:
+            request = self.requests.get(seq.seq_id)  # None: added to the scheduler by hand
+            if request is not None and request.accept(token_id, logprobs.get(seq.seq_id)):
                 self.scheduler.finish(seq, "stop")
             if seq.is_finished:
-                del self.requests[seq.seq_id]
+                self.requests.pop(seq.seq_id, None)
 
     def generate(
         self,
@@ -144,7 +152,6 @@ class LLMEngine:
 
         prompts: a list of texts and token-id lists, or one text.
         sampling_params: one for all (None: the defaults), or a list with one for each.
-
         Raises TypeError or ValueError before any prompt is added if one of them is bad (see
         `add_request`). If a step fails, this call's requests are dropped, the error goes on to
         the caller, and the engine can be used again.
@@ -155,7 +162,7 @@ class LLMEngine:
             self._add(requests)
             self._run_until_finished(requests, use_tqdm)
         finally:
-            self._drop(requests)
+            self._end_loop(requests)
         return [request.completion() for request in requests]
 
     def chat(
@@ -196,14 +203,14 @@ class LLMEngine:
             num_left = len(requests)
             while num_left:
                 if not news:  # another caller's steps may have brought some
-                    self.step()
+                    self.loop_step()
                 while news:
                     increment = news.popleft().increment()
                     if increment is not None:
                         num_left -= increment["finish_reason"] is not None
                         yield increment
         finally:
-            self._drop(requests)
+            self._end_loop(requests)
 
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
         left = {request.seq.seq_id for request in requests}
@@ -212,7 +219,7 @@ class LLMEngine:
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             while left and not self.is_finished():  # finished with some left: they were aborted
                 start = perf_counter()
-                finished, num_tokens = self.step()
+                finished, num_tokens = self.loop_step()
                 speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
@@ -224,8 +231,7 @@ class LLMEngine:
         shown = {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"}
         manager = self.scheduler.block_manager
         shown["KV"] = f"{len(manager.used_block_ids) / len(manager.blocks):.0%}"
-        preemptions = self.scheduler.num_preemptions - preemptions_before
-        if preemptions:
+        if preemptions := self.scheduler.num_preemptions - preemptions_before:
             shown["preemptions"] = str(preemptions)
         return shown
 
@@ -277,10 +283,14 @@ class LLMEngine:
                 self.scheduler.add(request.seq)
                 self.requests[request.seq.seq_id] = request
 
-    def _drop(self, requests: list[Request]) -> None:
-        with interrupts_held():
-            for request in requests:
-                self.abort(request.seq.seq_id)
+    def _end_loop(self, requests: list[Request]) -> None:
+        """Leave no step in flight, and drop those of `requests` that have not finished."""
+        try:
+            self._run_ahead.drain()
+        finally:
+            with interrupts_held():
+                for request in requests:
+                    self.abort(request.seq.seq_id)
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:

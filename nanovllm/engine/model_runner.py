@@ -2,14 +2,13 @@
 
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graphs import CudaGraphs
+from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, sampling_inputs
 from nanovllm.engine.kv_cache import (
     allocate_kv_cache,
@@ -17,11 +16,14 @@ from nanovllm.engine.kv_cache import (
     kv_block_bytes,
     measure_num_blocks,
 )
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.prefill_graphs import PrefillGraphs
+from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.layers import kernels
 from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
+from nanovllm.utils.device import defaults, resolve_device, resolve_dtype
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.loader import load_weights
 from nanovllm.utils.parallel import TensorParallel
@@ -29,11 +31,21 @@ from nanovllm.utils.parallel import TensorParallel
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way: token_ids [N] int32 on the host are valid once `arrived` (None on CPU)
+    has happened. logprobs: seq_id -> {id: log-probability}, of those who asked for them."""
+
+    token_ids: torch.Tensor
+    arrived: torch.cuda.Event | None
+    logprobs: dict[int, dict[int, float]]
+
+
 class ModelRunner:
     """Start-up, in this order: device, model, weights, warm-up at the largest prefill shape, KV
     pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
 
-    `logprobs` holds, for each row of the latest run, {id: log-probability} or None.
+    A step is launched and collected; `run` does both.
     """
 
     def __init__(
@@ -47,19 +59,25 @@ class ModelRunner:
         `min_tokens`. Raises ValueError for a checkpoint that does not match, a missing device, or
         too little memory."""
         self.config = config
+        self.tp = tp
         self.eos_token_ids = eos_token_ids.intersection(range(model_config.vocab_size))
-        self.logprobs: list[dict[int, float] | None] = []
+        self.logprobs: dict[int, dict[int, float]] = {}  # of the latest `run`
+        self._latest_decode: LaunchedStep | None = None  # by a graph
+        self._rows: dict[int, int] = {}  # seq_id -> row in the step launched last
         self.num_graph_replays = self.num_graph_misses = 0
-        self.device = _resolve_device(config.device, tp.rank)
-        self.dtype = _resolve_dtype(config.dtype, model_config.dtype, self.device)
+        self.device = resolve_device(config.device, tp.rank, tp.size)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
         self.block_size = config.kvcache_block_size
-        self.graphs: CudaGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
-        with _defaults(self.device, self.dtype):
+        with defaults(self.device, self.dtype):
             self.model = Qwen3ForCausalLM(model_config, attention, tp)
         load_weights(self.model, config.model)
+        # The ids that the step launched last has sampled, by row.
+        self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         if self.device.type == "cuda":
             self._warm_up()
         num_kv_heads = self.model.model.layers[0].self_attn.qkv_proj.num_kv_heads
@@ -73,13 +91,12 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        uses_torch = attention is torch_attention  # which cannot be captured
-        if self.device.type == "cuda" and not config.enforce_eager and not uses_torch:
-            self.graphs = self._capture_graphs()
+        if kernels.usable(self.sampled) and not config.enforce_eager:
+            self._capture_graphs(with_prefill=attention is not torch_attention)
         if tp.rank == 0:
             logger.info(
-                "%s attention, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
-                "plain torch" if uses_torch else "flash-attn",
+                "%s, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
+                attention.__name__,
                 self.dtype,
                 self.device,
                 "on" if self.graphs else "off",
@@ -92,37 +109,113 @@ class ModelRunner:
         """Run one of this runner's methods by name, on every rank; rank 0's result."""
         return getattr(self, method)(*args)
 
-    @torch.inference_mode()
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute the scheduled positions of `seqs`: their K/V go to the pool, and one token is
         sampled from each one's last position. Changes no sequence."""
-        inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
-        logits = self.run_model(inputs)
+        step = self.launch(seqs, is_prefill)
+        self.logprobs = step.logprobs
+        return self.collect(step)
+
+    @torch.inference_mode()
+    def launch(
+        self, seqs: list[Sequence], is_prefill: bool, resample: bool | None = None
+    ) -> LaunchedStep | None:
+        """Start what `run` does without waiting for it. A sequence in decode whose last token is
+        PENDING must have been in the step launched just before.
+
+        Ranks above 0 get mirrors (engine/control.py) instead of sequences, and whether the tokens
+        that a graph samples are to be sampled again (`resample`); they return None.
+        """
+        if resample is None:
+            resample = needs_more_than_the_graph(seqs)
+        hidden = self._replay(seqs, is_prefill)
+        logprobs: dict[int, dict[int, float]] = {}
+        if hidden is not None:
+            if resample:
+                # The LM head again, since a graph that kept its logits would cost GiBs in all.
+                logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
+                if not is_prefill:
+                    self.graphs.override(self.sampled[: len(seqs)])
+        else:
+            inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
+            if not is_prefill:
+                self._take_pending(seqs, inputs.input_ids)
+            logprobs = self._sample(self.run_model(inputs), seqs)
+        self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
+        if self.tp.rank > 0:
+            return None
+        sampled, arrived = self.sampled[: len(seqs)], None
+        if self.device.type == "cpu":
+            host = sampled.clone()
+        else:
+            host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
+            host.copy_(sampled, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        step = LaunchedStep(host, arrived, logprobs)
+        if hidden is not None and not is_prefill:
+            self._latest_decode = step
+        return step
+
+    def collect(self, step: LaunchedStep) -> list[int]:
+        """Wait for a launched step: the sampled ids, in the order of its sequences."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        token_ids = step.token_ids.tolist()
+        if self.graphs is not None and step is self._latest_decode:
+            self.graphs.arrived(token_ids)
+        return token_ids
+
+    @torch.inference_mode()
+    def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
+        """[N, vocab_size] logits of the last positions on rank 0, None elsewhere. No graph."""
+        with use_context(inputs.context):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+            return self.model.compute_logits(hidden)
+
+    def _replay(self, seqs: list[Sequence], is_prefill: bool) -> torch.Tensor | None:
+        """Start the step by a CUDA graph: the hidden states [N, hidden]. None if none holds it."""
+        if is_prefill:
+            if self.graphs is not None:
+                self.graphs.forget()
+            if self.prefill_graphs is None or not self.prefill_graphs.fits(seqs):
+                return None
+            return self.prefill_graphs.launch(seqs)
+        if self.graphs is None or not self.graphs.fits(len(seqs)):
+            self.num_graph_misses += 1
+            return None
+        self.num_graph_replays += 1
+        return self.graphs.launch(seqs, self._rows)
+
+    def _sample(
+        self, logits: torch.Tensor | None, seqs: list[Sequence]
+    ) -> dict[int, dict[int, float]]:
+        """Rank 0, which alone has logits, samples; `sampled` is filled on every rank. Returns the
+        log-probabilities of those who want them, as in LaunchedStep."""
+        results: dict[int, dict[int, float]] = {}
+        if logits is not None:
+            self.sampled[: len(seqs)], results = self._sampled_ids(logits, seqs)
+        self.tp.broadcast(self.sampled[: len(seqs)])
+        return results
+
+    def _sampled_ids(
+        self, logits: torch.Tensor, seqs: list[Sequence]
+    ) -> tuple[torch.Tensor, dict[int, dict[int, float]]]:
         wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
         raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
         sampling = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
         token_ids = sample(logits, sampling)
-        self.logprobs = [None] * len(seqs)
-        if wanted:
-            counts = [seqs[i].sampling_params.logprobs for i in wanted]
-            for i, result in zip(
-                wanted, top_logprobs(raw_logits, token_ids[wanted], counts), strict=True
-            ):
-                self.logprobs[i] = result
-        return token_ids.tolist()
+        if not wanted:
+            return token_ids, {}
+        counts = [seqs[i].sampling_params.logprobs for i in wanted]
+        results = top_logprobs(raw_logits, token_ids[wanted], counts)
+        return token_ids, dict(zip((seqs[i].seq_id for i in wanted), results, strict=True))
 
-    @torch.inference_mode()
-    def run_model(self, inputs: StepInputs) -> torch.Tensor | None:
-        """[N, vocab_size] logits of the last positions on rank 0, None elsewhere."""
-        context = inputs.context
-        with use_context(context):
-            if self.graphs and not context.is_prefill and self.graphs.fits(len(inputs.input_ids)):
-                hidden = self.graphs.run(inputs)
-                self.num_graph_replays += 1
-            else:
-                hidden = self.model(inputs.input_ids, inputs.positions)
-                self.num_graph_misses += not context.is_prefill
-            return self.model.compute_logits(hidden)
+    def _take_pending(self, seqs: list[Sequence], input_ids: torch.Tensor) -> None:
+        """Fill in the input ids [N] that are still on the device only, from the step before."""
+        rows = [i for i, seq in enumerate(seqs) if seq.last_token == PENDING]
+        if rows:
+            input_ids[rows] = self.sampled[[self._rows[seqs[i].seq_id] for i in rows]]
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -135,12 +228,12 @@ class ModelRunner:
         for seq in seqs:
             seq.num_scheduled_tokens = length
             seq.block_table = [0] * seq.num_blocks  # never read: there is no pool yet
-        self.run(seqs, is_prefill=True)
+        self.launch(seqs, is_prefill=True)
         rows = [Sequence([0], block_size=self.block_size) for _ in range(config.max_num_seqs)]
         for seq in rows:
             seq.num_scheduled_tokens = 1
             seq.block_table = [0]
-        self.run(rows, is_prefill=True)
+        self.launch(rows, is_prefill=True)
 
     def _num_blocks(self, model_config: ModelConfig, num_kv_heads: int) -> int:
         if self.config.num_kvcache_blocks is not None:
@@ -149,50 +242,47 @@ class ModelRunner:
         num_blocks = measure_num_blocks(
             self.device, self.config.gpu_memory_utilization, block_bytes
         )
+        num_blocks = self.tp.least(num_blocks)
         check_pool(num_blocks, self.block_size, self.config.max_model_len)
         return num_blocks
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> CudaGraphs:
-        max_num_blocks = -(-self.config.max_model_len // self.block_size)
-        return CudaGraphs(self.model, self.config.max_num_seqs, max_num_blocks, self.device)
+    def _capture_graphs(self, with_prefill: bool) -> None:
+        """with_prefill: False for plain torch attention, which reads lengths on the host."""
+        config = self.config
+        max_num_blocks = -(-config.max_model_len // self.block_size)
+        self.graphs = DecodeGraphs(
+            self.model, config.max_num_seqs, max_num_blocks, self.block_size, self.sampled
+        )
+        if with_prefill:
+            self.prefill_graphs = PrefillGraphs(
+                self.model,
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+                self.graphs.pool(),
+                self.sampled,
+            )
 
     def exit(self) -> None:
         """Let go of the model, the pool and the graphs, and give their memory back."""
-        self.graphs = None  # before the pool whose addresses they hold
-        self.model = self.kv_cache = None
+        self.graphs = self.prefill_graphs = None  # before the pool whose addresses they hold
+        self.model = self.kv_cache = self.sampled = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.tp.group is not None:
+            self.tp.group.close()
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _resolve_device(name: str, rank: int) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU: use device='cpu' or 'auto'")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # CPUs are slow or inexact in half precision, and float32 is what results are checked in.
-        name = checkpoint if device.type == "cuda" else "float32"
-    return getattr(torch, name)
-
-
-@contextmanager
-def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors are made on `device` in `dtype` inside the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+def needs_more_than_the_graph(seqs: list[Sequence]) -> bool:
+    """A graph samples with a temperature; filters, bans and reports come after it."""
+    return any(
+        params.top_k > 0
+        or params.top_p < 1
+        or params.min_p > 0
+        or params.logprobs is not None
+        or seq.num_completion_tokens < params.min_tokens
+        for seq, params in ((seq, seq.sampling_params) for seq in seqs)
+    )

@@ -120,17 +120,18 @@ class Request:
         watched = params.stop or news is not None
         self.detokenizer = Detokenizer(tokenizer, params.stop) if watched else None
         self.stopped_by_string = False
-        self._num_streamed = 0
+        self._num_accepted = self._num_streamed = 0
         self._streamed_text = ""
         self._has_ended = False  # its last increment has been given out
 
-    def accept(self, logprobs: dict[int, float] | None) -> bool:
+    def accept(self, token_id: int, logprobs: dict[int, float] | None) -> bool:
         """Take note of the token that `seq` just accepted. True if a stop string ends it."""
+        self._num_accepted += 1
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
         if self.detokenizer is not None:
-            may_stop = self.seq.num_completion_tokens >= self.seq.sampling_params.min_tokens
-            self.stopped_by_string = self.detokenizer.append(self.seq.last_token, may_stop)
+            may_stop = self._num_accepted >= self.seq.sampling_params.min_tokens
+            self.stopped_by_string = self.detokenizer.append(token_id, may_stop)
         self.report()
         return self.stopped_by_string
 
@@ -156,7 +157,7 @@ class Request:
 
     def increment(self) -> Increment | None:
         """What is new since the last call, or None if nothing is."""
-        token_ids = self.seq.token_ids[self.seq.num_prompt_tokens + self._num_streamed :]
+        token_ids = self.seq.completion_token_ids[self._num_streamed :]
         ends = self.seq.is_finished
         if self._has_ended or not (token_ids or ends):
             return None

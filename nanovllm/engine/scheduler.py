@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 # `Scheduler.headroom` rises by this share of what it lacks of the most with a preemption, and
 # eases by this share with a finished request. From simulated jobs: see README, "What was tried".
@@ -23,6 +23,16 @@ class ScheduledBatch(NamedTuple):
 
     seqs: list[Sequence]
     is_prefill: bool
+
+
+class Progress(NamedTuple):
+    """One row of a launched step, until its token arrives: positions start..end-1 of `seq` were
+    computed; if `accepts`, the token sampled after them is token number `end`."""
+
+    seq: Sequence
+    start: int
+    end: int
+    accepts: bool
 
 
 class Scheduler:
@@ -179,63 +189,110 @@ class Scheduler:
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)
 
+    def postprocess(
+        self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool
+    ) -> list[tuple[Sequence, int]]:
+        """Account for a step that ran: token_ids[i] was sampled at the last scheduled position of
+        seqs[i]. It is dropped when that was not the last position of the sequence. Returns what
+        was accepted, as (sequence, token id)."""
+        return self.commit(self.advance(seqs, is_prefill), token_ids)
+
+    def advance(self, seqs: list[Sequence], is_prefill: bool) -> list[Progress]:
+        """First half of `postprocess`, which needs no token: the step is launched, so its positions
+        count as cached, and each sequence that will get a token has a PENDING one. With that the
+        next step can be scheduled. What will be full leaves `running`; it ends in `commit`."""
+        self.num_steps += 1
+        progress = []
+        for seq in seqs:
+            start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+            progress.append(Progress(seq, start, end, accepts=end == seq.num_tokens))
+            if is_prefill:
+                self.num_prefill_tokens += end - start
+            else:
+                self.num_decode_tokens += end - start
+            seq.num_cached_tokens, seq.num_scheduled_tokens = end, 0
+            if progress[-1].accepts:
+                seq.append_token(PENDING)
+                if self._is_full(seq, seq.num_tokens):
+                    self.running.remove(seq)
+        return progress
+
+    def commit(self, progress: list[Progress], token_ids: list[int]) -> list[tuple[Sequence, int]]:
+        """Second half of `postprocess`: the step's tokens are here. A sequence that ended
+        meanwhile (stop string, abort) gets none. Returns what was accepted."""
+        accepted = []
+        for (seq, start, end, accepts), token_id in zip(progress, token_ids, strict=True):
+            if seq.is_finished:
+                continue
+            self.block_manager.hash_blocks(seq, start, end)
+            if accepts:
+                seq.token_ids[end] = token_id
+                accepted.append((seq, token_id))
+                reason = self._stop_reason(seq, token_id, end + 1)
+                if reason is not None:
+                    self.finish(seq, reason)
+        return accepted
+
+    def _stop_reason(self, seq: Sequence, token_id: int, num_tokens: int) -> str | None:
+        params = seq.sampling_params
+        if num_tokens - seq.num_prompt_tokens >= params.min_tokens and (
+            (token_id in self.eos_token_ids and not seq.ignore_eos)
+            or token_id in params.stop_token_ids
+        ):
+            return "stop"
+        return "length" if self._is_full(seq, num_tokens) else None
+
+    def _is_full(self, seq: Sequence, num_tokens: int) -> bool:
+        return (
+            num_tokens - seq.num_prompt_tokens >= seq.max_tokens or num_tokens >= self.max_model_len
+        )
+
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a running request between steps: FINISHED, its blocks freed. One that has finished
-        already keeps nothing but the new reason."""
+        """End a live request: FINISHED, its blocks freed, a pending token forgotten. A step in
+        flight may still write to its last block; later owners write there after that. One that
+        has finished already keeps nothing but the new reason."""
         seq.finish_reason = reason
         if seq.is_finished:
             return
+        self._drop_pending(seq)
         seq.status = SequenceStatus.FINISHED
         self.block_manager.deallocate(seq)
-        self.running.remove(seq)
-        self.headroom *= 1 - HEADROOM_EASE
-        self.longest_completion = max(self.longest_completion, seq.num_completion_tokens)
+        self._leave_queue(seq)
+        if reason != "abort":
+            self.headroom *= 1 - HEADROOM_EASE
+            self.longest_completion = max(self.longest_completion, seq.num_completion_tokens)
 
-    def postprocess(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> None:
-        """Account for a step that ran: token_ids[i] was sampled at the last scheduled position of
-        seqs[i]. It is dropped when that was not the last position of the sequence."""
-        self.num_steps += 1
-        for seq, token_id in zip(seqs, token_ids, strict=True):
-            if is_prefill:
-                self.num_prefill_tokens += seq.num_scheduled_tokens
-            else:
-                self.num_decode_tokens += 1
-            self.block_manager.hash_blocks(seq)
-            accepts = seq.completes_in_this_step
-            seq.num_cached_tokens += seq.num_scheduled_tokens
-            seq.num_scheduled_tokens = 0
-            if accepts:
-                seq.append_token(token_id)
-                reason = self._stop_reason(seq)
-                if reason is not None:
-                    self.finish(seq, reason)
-
-    def _stop_reason(self, seq: Sequence) -> str | None:
-        if seq.num_completion_tokens >= seq.sampling_params.min_tokens and (
-            (seq.last_token in self.eos_token_ids and not seq.ignore_eos)
-            or seq.last_token in seq.sampling_params.stop_token_ids
-        ):
-            return "stop"
-        if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
-            return "length"
-        return None
+    def can_run_ahead(self) -> bool:
+        """Whether `schedule` can choose a step now, while tokens are pending, without a
+        preemption: a pending token must arrive before its sequence can be prefilled again."""
+        if self.running:
+            opening = sum(map(self.block_manager.opens_block, self.running))
+            return opening <= len(self.block_manager.free_block_ids)
+        if not self.waiting:
+            return False
+        head = self.waiting[0]
+        return bool(head.block_table) or self.block_manager.can_allocate(head) >= 0
 
     def rollback(self, seqs: list[Sequence]) -> None:
-        """Undo a scheduled step that did not run: all its sequences wait again, in their order.
-        What the step may have written to their blocks is forgotten with the blocks. Sequences
-        that `postprocess` has accounted for are left alone."""
+        """Undo a step that was scheduled, or launched, and failed: all its sequences wait again,
+        in their order. What it may have written to their blocks is forgotten with the blocks."""
         for seq in reversed(seqs):
-            if seq.num_scheduled_tokens:
-                queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-                queue.remove(seq)
+            if not seq.is_finished:
+                self._drop_pending(seq)
+                self._leave_queue(seq)
                 self.preempt(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """End a live request between steps: FINISHED for the reason "abort", its blocks freed. One
-        that is not queued is ignored."""
-        for queue in (self.waiting, self.running):
+        """End a live request for its caller's reasons, with finish_reason "abort". One that is
+        not live is ignored."""
+        if not seq.is_finished:
+            self.finish(seq, "abort")
+
+    def _drop_pending(self, seq: Sequence) -> None:
+        while seq.last_token == PENDING:  # two, if the next step has been launched as well
+            seq.token_ids.pop()
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-                self.block_manager.deallocate(seq)
-                seq.status = SequenceStatus.FINISHED
-                seq.finish_reason = "abort"

@@ -6,6 +6,10 @@ from random import Random
 
 from nanovllm.sampling_params import SamplingParams
 
+# Stands for a token that a launched step will deliver: see Scheduler.advance. Never left between
+# the steps of the plain loop.
+PENDING = -1
+
 _fresh_seeds = Random()  # its own state: the caller's random numbers are not disturbed
 
 
@@ -99,6 +103,12 @@ class Sequence:
         return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
 
     @property
+    def scheduled_token_ids(self) -> list[int]:
+        """The ids at the scheduled positions."""
+        start = self.num_cached_tokens
+        return self.token_ids[start : start + self.num_scheduled_tokens]
+
+    @property
     def num_completion_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
@@ -108,7 +118,9 @@ class Sequence:
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        """The accepted ones, without a pending one."""
+        end = self.num_tokens - (self.last_token == PENDING)
+        return self.token_ids[self.num_prompt_tokens : end]
 
     @property
     def num_blocks(self) -> int:

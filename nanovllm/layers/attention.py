@@ -1,7 +1,8 @@
 """Attention over the paged KV pool, behind one function type with two implementations.
 
-`flash_attention` where CUDA and the flash-attn package can serve the model, `torch_attention`
-everywhere else; the latter is also what the tests hold every other path against.
+FlashAttention (3 on Hopper where it is installed, else 2) where it can serve the model,
+`torch_attention` everywhere else; the latter is also what the tests hold every other path against.
+On GPUs this is the prefill's attention: decode has a kernel of its own, decode_attention.py.
 """
 
 import logging
@@ -17,6 +18,11 @@ try:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 except (ImportError, OSError):  # not installed, or built for other libraries than are here
     flash_attn_varlen_func = flash_attn_with_kvcache = None
+try:  # FlashAttention-3
+    from flash_attn_interface import flash_attn_varlen_func as flash3_varlen_func
+    from flash_attn_interface import flash_attn_with_kvcache as flash3_with_kvcache
+except (ImportError, OSError):
+    flash3_varlen_func = flash3_with_kvcache = None
 
 logger = logging.getLogger(__name__)
 
@@ -126,37 +132,91 @@ def flash_attention(
     ).squeeze(1)
 
 
+def flash3_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context: Context,
+    scale: float,
+) -> torch.Tensor:
+    """FlashAttention-3 (Shah et al. 2024); Hopper, half precision."""
+    if context.is_prefill and context.block_tables is None:
+        return flash3_varlen_func(
+            q,
+            k,
+            v,
+            context.cu_seqlens_q,
+            context.cu_seqlens_k,
+            context.max_seqlen_q,
+            context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+        )
+    if context.is_prefill:
+        return flash3_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=context.cu_seqlens_k.diff(),
+            page_table=context.block_tables,
+            cu_seqlens_q=context.cu_seqlens_q,
+            max_seqlen_q=context.max_seqlen_q,
+            softmax_scale=scale,
+            causal=True,
+        )
+    return flash3_with_kvcache(
+        q.unsqueeze(1),
+        k_cache,
+        v_cache,
+        cache_seqlens=context.context_lens,
+        page_table=context.block_tables,
+        softmax_scale=scale,
+        causal=True,
+    ).squeeze(1)
+
+
 def select_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionFunction:
-    """Choose the implementation, once per engine. The runner logs the choice; on a GPU, where the
-    fall-back is slow and without CUDA graphs, a warning gives the reason."""
-    reason = _why_not_flash(device, dtype, head_dim, block_size)
-    if reason is None:
-        return flash_attention
-    if device.type == "cuda":
-        logger.warning("plain torch attention and no CUDA graphs, since %s", reason)
+    """Choose the fastest implementation that works here, once per engine. The runner logs the
+    choice; on a GPU, where plain torch makes prefill slow, a warning gives the reason."""
+    if device.type != "cuda":
+        return torch_attention
+    for name, function, varlen in (
+        ("FlashAttention-3", flash3_attention, flash3_varlen_func),
+        ("FlashAttention-2", flash_attention, flash_attn_varlen_func),
+    ):
+        reason = _why_not(name, varlen, device, dtype, head_dim, block_size)
+        if reason is None:
+            return function
+    logger.warning("prefill attention in plain torch, since %s", reason)
     return torch_attention
 
 
-def _why_not_flash(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+def _why_not(
+    name: str,
+    varlen: Callable[..., torch.Tensor] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
 ) -> str | None:
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    if flash_attn_varlen_func is None:
-        return "flash-attn is not installed (pip install '.[cuda]')"
+    if varlen is None:
+        return f"{name} is not installed (pip install '.[cuda]' brings flash-attn)"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn does not serve {dtype}"
+        return f"{name} does not serve {dtype}"
     if block_size % 256:
-        return f"flash-attn needs kvcache_block_size in multiples of 256, not {block_size}"
+        return f"{name} is used with kvcache_block_size in multiples of 256, not {block_size}"
     # Builds differ in the head sizes and GPUs they contain, so ask this one by a one-token run.
     x = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     try:
-        flash_attn_varlen_func(x, x, x, ends, ends, 1, 1, causal=True)
+        varlen(x, x, x, ends, ends, 1, 1, causal=True)
+        torch.cuda.synchronize(device)
     except RuntimeError as error:
-        return f"this flash-attn build refuses head_dim {head_dim} here ({error})"
+        return f"this build of {name} refuses head_dim {head_dim} on this GPU ({error})"
     return None
 
 
@@ -175,10 +235,13 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]"""
-        context = get_context()
         if self.k_cache.numel():
-            store_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
-        return self.attention(q, k, v, self.k_cache, self.v_cache, context, self.scale)
+            store_kv(k, v, self.k_cache, self.v_cache, get_context().slot_mapping)
+        return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """As `forward`, for k and v that are in the pool already."""
+        return self.attention(q, k, v, self.k_cache, self.v_cache, get_context(), self.scale)
 
 
 def store_kv(
@@ -188,12 +251,12 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write k and v [T, kv_heads, d] to their slots [T] of the caches; slot -1 is skipped."""
-    if k.is_cuda:
-        from nanovllm.layers.kv_store import store_kv_triton
+    """Write k and v [T, kv_heads, d] to their slots [T] of the caches; slot -1 is skipped.
 
-        store_kv_triton(k, v, k_cache, v_cache, slot_mapping)
-        return
+    Plain torch, which waits for the device. Where Triton serves the device the fused kernels
+    (fused_kernels.py, decode_attention.py) store instead, with 64-bit offsets and -1 skipped
+    inside the kernel.
+    """
     kept = slot_mapping >= 0
     k_cache.flatten(0, 1)[slot_mapping[kept].long()] = k[kept]
     v_cache.flatten(0, 1)[slot_mapping[kept].long()] = v[kept]

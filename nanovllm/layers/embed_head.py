@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import WeightSource, check_shape
+from nanovllm.layers.linear import WeightSource, check_shape, linear
 from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import TensorParallel
 
@@ -52,6 +52,10 @@ class ParallelLMHead(VocabParallelEmbedding):
         if context.is_prefill:
             # Only the last position of each request is ever sampled from.
             hidden = hidden[context.cu_seqlens_q[1:] - 1]
-        logits = self.tp.gather(F.linear(hidden, self.weight))
+        return self.project(hidden)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[N, hidden] -> as `forward`, of all rows."""
+        logits = self.tp.gather(linear(hidden, self.weight, None))
         # The padding rows stand after the real vocabulary; cut off, they are never sampled.
         return None if logits is None else logits[:, : self.vocab_size]

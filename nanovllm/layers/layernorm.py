@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nanovllm.layers import kernels
 from nanovllm.layers.linear import set_replicated_loader
 
 
@@ -28,7 +29,12 @@ class RMSNorm(nn.Module):
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); residual None stands for zero."""
+        """(norm(x + residual), x + residual); residual None stands for zero, and x may be summands
+        [parts, T, size] (see layers/few_rows.py). The residual given may be overwritten."""
+        if kernels.usable(x):
+            from nanovllm.layers.fused_kernels import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:
             x = x + residual
         return self(x), x

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers import kernels
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -40,6 +41,20 @@ def set_replicated_loader(param: nn.Parameter) -> None:
         param.data.copy_(source[:])
 
     param.weight_loader = load
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, may_split: bool = False
+) -> torch.Tensor:
+    """x W^T + bias, by the few-row kernel where that is faster. With `may_split` the result may
+    be summands [parts, T, out], which `RMSNorm.add_norm` adds up."""
+    if bias is None and kernels.usable(x):
+        from nanovllm.layers import few_rows
+
+        if few_rows.serves(x, weight):
+            parts = few_rows.num_parts(weight) if may_split else 1
+            return few_rows.few_rows_linear(x, weight, parts=parts)
+    return F.linear(x, weight, bias)
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -89,7 +104,7 @@ class MergedColumnParallelLinear(nn.Module):
         param.data[offset : offset + rows].copy_(source[first : first + rows])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)  # [T, in] -> [T, out / size]
+        return linear(x, self.weight, self.bias)  # [T, in] -> [T, out / size]
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -161,4 +176,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The sum over ranks would count the bias `size` times: only rank 0 adds it.
         bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(F.linear(x, self.weight, bias))  # [T, in / size] -> [T, out]
+        # [T, in / size] -> [T, out]
+        if self.tp.size == 1:
+            return linear(x, self.weight, bias, may_split=True)
+        return self.tp.all_reduce(linear(x, self.weight, bias))

@@ -8,13 +8,14 @@ depend on its row, its batch, or how it was chunked or preempted. `sample_torch`
 is the reference; layers/sampler_kernels.py computes the same in two Triton kernels.
 """
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
+from nanovllm.layers import kernels
+
+NOISE_BLOCK = 4096  # candidates whose noise comes from one run of Philox counters
 MAX_TEMPERATURE = torch.finfo(torch.float32).max
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class SamplingInputs:
 
     temperatures: torch.Tensor | None = None  # float32, 0: greedy row; None: all rows are
     seeds: torch.Tensor | None = None  # int64
-    positions: torch.Tensor | None = None  # int64, where in its request the new token will stand
+    positions: torch.Tensor | None = None  # integers, where in its request the new token will stand
     top_k: torch.Tensor | None = None  # int32, vocab_size: off
     top_p: torch.Tensor | None = None  # float32, 1: off
     min_p: torch.Tensor | None = None  # float32, 0: off
@@ -35,13 +36,13 @@ class SamplingInputs:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """logits [N, vocab] -> int64 [N]. A -inf logit is never chosen. Writes -inf to the banned
+    """logits [N, vocab] -> integers [N]. A -inf logit is never chosen. Writes -inf to the banned
     candidates' logits."""
     if inputs.banned is not None:
         logits[inputs.banned] = -torch.inf
     if inputs.temperatures is None:
         return logits.argmax(dim=-1)
-    if logits.is_cuda and HAS_TRITON:
+    if kernels.usable(logits):
         from nanovllm.layers.sampler_kernels import sample_triton
 
         return sample_triton(logits, inputs)
@@ -88,10 +89,18 @@ def _filtered(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
-    # One Philox call gives four 32-bit numbers, for candidates 4 i .. 4 i + 3.
-    counter = torch.arange(-(-vocab_size // 4), device=seeds.device).expand(len(seeds), -1)
-    bits = _philox(seeds.unsqueeze(1), counter, positions.unsqueeze(1))
-    uniform = (bits.flatten(1)[:, :vocab_size].float() + 0.5) * 2.0**-32
+    # One Philox call gives four 32-bit numbers. Candidates come in blocks of 4 Q; call i of a block
+    # serves its candidates i, Q + i, 2 Q + i and 3 Q + i, so that a kernel reads them in order.
+    candidates, per_number = torch.arange(vocab_size, device=seeds.device), NOISE_BLOCK // 4
+    call = candidates // NOISE_BLOCK * per_number + candidates % per_number
+    number = candidates % NOISE_BLOCK // per_number
+    num_calls = min(-(-vocab_size // NOISE_BLOCK) * per_number, vocab_size)
+    counter = torch.arange(num_calls, device=seeds.device)
+    bits = _philox(
+        seeds.unsqueeze(1), counter.expand(len(seeds), -1), positions.long().unsqueeze(1)
+    )
+    bits = bits.flatten(1)[:, call * 4 + number]
+    uniform = (bits.float() + 0.5) * 2.0**-32
     # Kept below 1, to which it may round: noise of -inf would leave a candidate without rivals
     # (top_k=1) no larger than those that were filtered out.
     uniform.clamp_max_(1 - 2.0**-24)
@@ -126,7 +135,7 @@ def top_logprobs(
     """For each row {id: log-probability} of the counts[i] best ids, best first, and of the chosen
     one. logits [N, vocab], token_ids [N] the chosen ids."""
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
     best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
     results = []
     for ids, values, count, own_id, own_value in zip(

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.layers.sampler import NOISE_BLOCK, SamplingInputs
 
-BLOCK = 4096  # candidates that a program takes at a time
+BLOCK = NOISE_BLOCK
 PROGRAMS = 512  # of the second kernel, in all: about what fills a GPU
 
 
@@ -161,30 +161,63 @@ def _gumbel_argmax_kernel(
     threshold = tl.full((), float("-inf"), tl.float32)
     if HAS_THRESHOLD:
         threshold = tl.load(threshold_ptr + row)
-    best_value = tl.full((), float("-inf"), tl.float32)
-    best_index = tl.zeros((), tl.int32)
     quads = tl.arange(0, BLOCK // 4)
+    # The best of each lane, over the blocks; reduced once at the end.
+    best_value = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
+    best_index = quads * 0
     first = split * per_split
     for start in range(first, min(first + per_split, vocab_size), BLOCK):
         counter = (start // 4 + quads).to(tl.uint32)
         zero = counter * 0
-        a, b, c, d = tl.philox(seed, counter, zero + position, zero, zero)
-        # Candidate 4 i + j takes number j of call i: [BLOCK/4] x 4 -> [BLOCK] in that order.
-        bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        value = tl.where(greedy, x, x * inverse + _gumbel(bits))
-        value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
-        top, where = tl.max(value, axis=0, return_indices=True)
-        better = top > best_value
-        best_index = tl.where(better, start + where, best_index)
-        best_value = tl.where(better, top, best_value)
-    tl.store(value_ptr + row * num_splits + split, best_value)
-    tl.store(index_ptr + row * num_splits + split, best_index)
+        numbers = tl.philox(seed, counter, zero + position, zero, zero)
+        for j in tl.static_range(4):  # number j of call i is candidate j Q + i of the block
+            ids = start + j * (BLOCK // 4) + quads
+            x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
+            x = x.to(tl.float32)
+            value = tl.where(greedy, x, x * inverse + _gumbel(numbers[j]))
+            value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
+            better = value > best_value  # strictly: of equal ones the first stays
+            best_index = tl.where(better, ids, best_index)
+            best_value = tl.where(better, value, best_value)
+    top = tl.max(best_value, axis=0)
+    # The lowest id among equal ones, as argmax takes.
+    first_id = tl.min(tl.where(best_value == top, best_index, 0x7FFFFFFF), axis=0)
+    tl.store(value_ptr + row * num_splits + split, top)
+    tl.store(index_ptr + row * num_splits + split, first_id)
 
 
-def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-    """As `sample_torch`: logits [N, vocab], rows dense, -> int64 [N]."""
+@triton.jit
+def _pick_kernel(
+    value_ptr,
+    index_ptr,
+    token_ptr,
+    num_splits,
+    next_id_ptr,
+    context_len_ptr,
+    ADVANCE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program per row: the best split's id. With ADVANCE it becomes the row's next input and
+    the context grows by it; a row of context length 0 is padding and stays so."""
+    row = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    mask = split < num_splits
+    values = tl.load(value_ptr + row * num_splits + split, mask=mask, other=float("-inf"))
+    token = tl.load(index_ptr + row * num_splits + tl.argmax(values, axis=0))
+    tl.store(token_ptr + row, token)
+    if ADVANCE:
+        tl.store(next_id_ptr + row, token)
+        context_len = tl.load(context_len_ptr + row)
+        tl.store(context_len_ptr + row, tl.where(context_len > 0, context_len + 1, 0))
+
+
+def sample_triton(
+    logits: torch.Tensor,
+    inputs: SamplingInputs,
+    advance: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """As `sample_torch`: logits [N, vocab], rows dense, -> int32 [N]. `advance`: (next input ids,
+    context lengths), both int32 [N], to be moved on by one token."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
@@ -209,7 +242,20 @@ def sample_triton(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         BLOCK=BLOCK,
         num_warps=8,
     )
-    return indices.gather(1, values.argmax(dim=1, keepdim=True)).squeeze(1).long()
+    token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    next_ids, context_lens = advance if advance is not None else (token_ids, token_ids)
+    _pick_kernel[(num_rows,)](
+        values,
+        indices,
+        token_ids,
+        num_splits,
+        next_ids,
+        context_lens,
+        ADVANCE=advance is not None,
+        SPLITS=triton.next_power_of_2(num_splits),
+        num_warps=1,
+    )
+    return token_ids
 
 
 def filter_thresholds(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor | None:

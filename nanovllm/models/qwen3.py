@@ -5,11 +5,13 @@
 T is the number of positions of the step, N of its sequences. Weights arrive through utils/loader.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from nanovllm.layers import kernels
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.attention import Attention, AttentionFunction
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -20,8 +22,11 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import get_context
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
+
+DecodeFunction = Callable[..., torch.Tensor]  # layers/decode_attention.py: DecodeAttention
 
 
 class Qwen3Attention(nn.Module):
@@ -32,6 +37,7 @@ class Qwen3Attention(nn.Module):
         config: ModelConfig,
         attention: AttentionFunction,
         rotary: RotaryEmbedding,
+        decode_attention: DecodeFunction | None,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
@@ -53,14 +59,40 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotary = rotary
+        self.decode_attention = decode_attention  # None: decode by `attention` too
         self.attn = Attention(attention, config.head_dim**-0.5)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv, d]
-        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if kernels.usable(qkv):
+            return self.o_proj(self._fused(positions, qkv).flatten(1))
+        q, k, v = self._split(qkv)
         q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
         return self.o_proj(self.attn(q, k, v).flatten(1))  # [T, hidden]
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        num_kv_heads = self.qkv_proj.num_kv_heads
+        return qkv.split((self.qkv_proj.num_heads, num_kv_heads, num_kv_heads), dim=1)
+
+    def _fused(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """The same from qkv to the attention's output, in one kernel (decode) or two (prefill)."""
+        from nanovllm.layers.fused_kernels import norm_rope_store
+
+        context, attn = get_context(), self.attn
+        norm_and_rope = (
+            self.qkv_proj.num_kv_heads,
+            self.rotary.cos,
+            self.rotary.sin,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            attn.k_cache,
+            attn.v_cache,
+        )
+        if not context.is_prefill and self.decode_attention is not None:
+            return self.decode_attention(qkv, *norm_and_rope, context, attn.scale)
+        norm_rope_store(qkv, *norm_and_rope, positions, context.slot_mapping)
+        return attn.attend(*self._split(qkv))
 
 
 class Qwen3MLP(nn.Module):
@@ -77,6 +109,12 @@ class Qwen3MLP(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.gate_up_proj.weight
+        if kernels.usable(hidden):
+            from nanovllm.layers import few_rows
+
+            if few_rows.serves(hidden, weight):
+                return self.down_proj(few_rows.few_rows_linear(hidden, weight, silu=True))
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
 
 
@@ -89,11 +127,12 @@ class Qwen3DecoderLayer(nn.Module):
         config: ModelConfig,
         attention: AttentionFunction,
         rotary: RotaryEmbedding,
+        decode_attention: DecodeFunction | None,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, attention, rotary, tp)
+        self.self_attn = Qwen3Attention(config, attention, rotary, decode_attention, tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config, tp)
 
@@ -114,10 +153,15 @@ class Qwen3Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        # One table for all layers.
+        decode_attention = None
+        if kernels.usable(self.embed_tokens.weight):
+            from nanovllm.layers.decode_attention import DecodeAttention
+
+            decode_attention = DecodeAttention()
+        # One table, and one object above, for all layers.
         rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, attention, rotary, tp)
+            Qwen3DecoderLayer(config, attention, rotary, decode_attention, tp)
             for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -147,6 +191,7 @@ class Qwen3ForCausalLM(nn.Module):
         """Parameters are allocated, not filled, on torch's current default device and dtype.
         Raises ValueError naming both numbers if a part cannot be split over `tp.size` ranks."""
         super().__init__()
+        self.tp = tp
         self.model = Qwen3Model(config, attention, tp)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         self.ignored_tensors: frozenset[str] = frozenset()

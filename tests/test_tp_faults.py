@@ -1,0 +1,195 @@
+"""Tensor parallel: a rank that raises or is killed. Nobody waits for ever, the caller learns which
+rank it was and why, and nothing is left.
+
+An engine that a test has broken is replaced in the same process for the next test, and has to work.
+"""
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import (
+    PARAMS,
+    PROMPTS,
+    generate,
+    is_running,
+    kill,
+    killed_while_waited_for,
+    message_of_end,
+    start,
+    wait_until_gone,
+    worker,
+)
+
+from nanovllm import LLM
+from nanovllm.engine.workers import Report, Workers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """The completions of one rank."""
+    with start(folder, size=1) as llm:
+        return generate(llm)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[LLM]]:
+    running: list[LLM] = []
+    yield running
+    for llm in running:
+        llm.exit()
+
+
+@pytest.fixture
+def llm(folder: Path, engines: list[LLM], expected: list[list[int]]) -> LLM:
+    """A working engine of two ranks; a new one if the test before broke it."""
+    if engines and engines[0].model_runner._workers.failure is not None:
+        engines.pop()  # without exit(): it has ended by itself
+    if not engines:
+        engines.append(start(folder))
+    llm = engines[0]
+    llm.runs_ahead = False
+    assert generate(llm) == expected
+    return llm
+
+
+def assert_ended(llm: LLM, pids: list[int]) -> None:
+    """All ranks are gone, the memory of rank 0 is free, and every use says why; exit() is quiet."""
+    assert not any(map(is_running, pids))
+    assert not {child.pid for child in multiprocessing.active_children()} & set(pids)
+    assert llm.model_runner.model is None and llm.model_runner.kv_cache is None
+    assert not llm.model_runner._workers._watch_thread.is_alive()
+    failure = llm.model_runner._workers.failure
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            generate(llm)
+        assert str(caught.value) == failure
+    assert llm.is_finished()
+    llm.exit()
+    llm.exit()
+
+
+# --- a worker raises ------------------------------------------------------------------------------
+
+
+def damage_messages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a worker, but not rank 0, is told of a block that does not exist."""
+    write = llm.model_runner._steps.write
+
+    def damaged(seqs: list[Any], is_prefill: bool) -> Any:
+        tables = [seq.block_table for seq in seqs]
+        for seq in seqs:
+            seq.block_table = [10**6] * len(seq.block_table)
+        message = write(seqs, is_prefill)
+        for seq, table in zip(seqs, tables, strict=True):
+            seq.block_table = table
+        return message
+
+    monkeypatch.setattr(llm.model_runner._steps, "write", damaged)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_worker_that_raises(llm: LLM, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gets its rank and its traceback, whatever rank 0 met by losing it."""
+    pids = [worker(llm).pid]
+    llm.add_request(PROMPTS[0], PARAMS)
+    if phase == "decode":
+        llm.step()
+    damage_messages(llm, monkeypatch)
+    message = message_of_end(llm.step)
+    assert message.startswith("the engine has ended, rank 1 failed:\nTraceback")
+    assert "model_runner.py" in message and "IndexError" in message
+    llm.abort(llm.scheduler.waiting[0].seq_id)  # the step was undone
+    assert_ended(llm, pids)
+
+
+def test_rank_0_that_raises(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own error reaches the caller as it was raised; the ranks are out of step, so all end."""
+    pids = [worker(llm).pid]
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of rank 0")
+
+    monkeypatch.setattr(llm.model_runner, "_sampled_ids", fail)
+    with pytest.raises(ZeroDivisionError, match="of rank 0"):
+        generate(llm)
+    assert "rank 0 failed: ZeroDivisionError" in llm.model_runner._workers.failure
+    assert_ended(llm, pids)
+
+
+# --- a worker is killed ---------------------------------------------------------------------------
+
+
+def test_killed_when_idle(llm: LLM) -> None:
+    pids = [worker(llm).pid]
+    kill(worker(llm))
+    message = message_of_end(lambda: generate(llm))
+    assert f"rank 1 (process {pids[0]}) was killed by SIGKILL" in message
+    assert_ended(llm, pids)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["plain loop", "ahead"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_killed_while_rank_0_waits_for_it(llm: LLM, phase: str, runs_ahead: bool) -> None:
+    """In the midst of a collective of a prefill or decode step."""
+    pids = [worker(llm).pid]
+    llm.runs_ahead = runs_ahead
+    stream = llm.stream(PROMPTS, PARAMS)
+    if phase == "decode":
+        next(stream)
+    with killed_while_waited_for(worker(llm)):
+        message = message_of_end(lambda: list(stream), llm)
+    assert f"rank 1 (process {pids[0]}) was killed by SIGKILL" in message
+    assert_ended(llm, pids)
+
+
+@pytest.mark.parametrize("phase", ["idle", "decode"])
+def test_killed_one_of_four(folder: Path, expected: list[list[int]], phase: str) -> None:
+    """The rank that was killed is named, not one of those that lost it; all the others end, though
+    nobody uses the engine."""
+    llm = start(folder, size=4)
+    assert generate(llm) == expected
+    pids = [worker(llm, rank).pid for rank in (1, 2, 3)]
+    llm.add_request(PROMPTS[0], PARAMS)
+    llm.step()
+    if phase == "idle":
+        kill(worker(llm, 2))
+        wait_until_gone(pids)
+        message = message_of_end(llm.step)
+    else:
+        with killed_while_waited_for(worker(llm, 2)):
+            message = message_of_end(llm.step)
+    assert f"rank 2 (process {pids[1]}) was killed by SIGKILL" in message
+    llm.abort(llm.scheduler.waiting[0].seq_id)
+    assert_ended(llm, pids)
+
+
+@pytest.mark.parametrize("last", ["killed", "raised"])
+def test_the_first_cause_is_named(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks are lost at the same moment: the one that was killed before those that report to
+    have lost a peer, else the one that reported first."""
+    ends = [multiprocessing.Pipe() for _ in range(3)]
+    ends[0][1].send(Report(9.0, "lost a peer"))
+    ends[1][1].send(Report(8.0, "the cause"))
+    if last == "raised":
+        ends[2][1].send(Report(10.0, "lost a peer"))
+    for _, theirs in ends:
+        theirs.close()
+    workers = object.__new__(Workers)
+    workers._pipes = [ours for ours, _ in ends]
+    reasons: list[str] = []
+    monkeypatch.setattr(Workers, "_how_it_died", lambda self, rank: f"rank {rank} was killed")
+    monkeypatch.setattr(Workers, "_stop", lambda self, reason: reasons.append(reason))
+    workers._watch()
+    first = "rank 3 was killed" if last == "killed" else "rank 2 failed:\nthe cause"
+    assert reasons == [first]
