@@ -82,6 +82,8 @@ class Config:
             raise TypeError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
             value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 

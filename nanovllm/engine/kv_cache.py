@@ -53,7 +53,8 @@ def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
         raise ValueError(
             f"the memory left for the KV cache holds {num_blocks * block_size} positions "
             f"({num_blocks} blocks of {block_size}), less than max_model_len={max_model_len}: set "
-            f"max_model_len to at most {num_blocks * block_size}, or raise gpu_memory_utilization"
+            f"max_model_len to at most {num_blocks * block_size}, or raise gpu_memory_utilization "
+            "(on a CPU: num_kvcache_blocks)"
         )
 
 

@@ -82,7 +82,7 @@ class Scheduler:
             raise ValueError(
                 f"the prompt has {seq.num_prompt_tokens} tokens, which leaves no room for a "
                 f"completion within max_model_len={self.max_model_len}: shorten it, or start the "
-                "engine with a larger max_model_len"
+                "engine with a larger max_model_len, up to the model's max_position_embeddings"
             )
         # The last token to be accepted is never fed back, so it needs no slot.
         positions = min(seq.num_prompt_tokens + seq.max_tokens, self.max_model_len) - 1
