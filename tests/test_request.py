@@ -229,7 +229,7 @@ def test_text_is_decoded_once_where_nobody_watches() -> None:
     request = Request(seq, Counting())
     for token_id in WORDS:
         seq.append_token(token_id)
-        assert not request.accept(None)
+        assert not request.accept(token_id, None)
     assert calls == []
     assert request.text() == "To be, or not to be" and calls == [7]
 
@@ -240,7 +240,7 @@ def test_an_increment_is_given_out_once() -> None:
     assert request.increment() is None
     for token_id in WORDS[:2]:
         seq.append_token(token_id)
-        request.accept(None)
+        request.accept(token_id, None)
     assert request.increment() == {
         "index": 3,
         "request_id": seq.seq_id,
