@@ -193,3 +193,23 @@ def test_the_first_cause_is_named(last: str, monkeypatch: pytest.MonkeyPatch) ->
     workers._watch()
     first = "rank 3 was killed" if last == "killed" else "rank 2 failed:\nthe cause"
     assert reasons == [first]
+
+
+def test_how_it_died_while_another_thread_takes_the_exit_code() -> None:
+    """The system tells an exit code once. Whoever asks while another thread has just been told, and
+    has not written it down, gets None, and no wait: as when the caller joins a killed process."""
+
+    class Process:
+        pid = 7
+        answers = iter([None, None, -9])
+
+        def join(self, timeout: float | None = None) -> None:
+            pass
+
+        @property
+        def exitcode(self) -> int | None:
+            return next(self.answers)
+
+    workers = object.__new__(Workers)
+    workers._processes = [Process()]
+    assert workers._how_it_died(1) == "rank 1 (process 7) was killed by SIGKILL, exit code -9"

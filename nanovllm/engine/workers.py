@@ -191,8 +191,11 @@ class Workers:
 
     def _how_it_died(self, rank: int) -> str:
         process = self._processes[rank - 1]
-        process.join(GRACE)
-        code = process.exitcode
+        deadline = time.monotonic() + GRACE
+        # Not one join: it returns at once, without a code, while another thread takes the code from
+        # the system (a join of the caller's, or multiprocessing's own at every start of a process).
+        while (code := process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
         return f"rank {rank} (process {process.pid}) {how}, exit code {code}"
 
