@@ -1,9 +1,12 @@
 """Config: every setting of an engine, validated once and then frozen. Imports no torch."""
 
 import difflib
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any
+
+from nanovllm.utils.checks import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
@@ -66,31 +69,19 @@ class Config:
                 f"model folder {self.model!r} does not exist; give a local folder in Hugging Face "
                 "format (nothing is downloaded)"
             )
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_model_len", 2)
-        self._check_int("tensor_parallel_size", 1, 8)
-        self._check_int("kvcache_block_size", 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_model_len", self.max_model_len, 2)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        check_int("kvcache_block_size", self.kvcache_block_size, 1)
         if self.num_kvcache_blocks is not None:
-            self._check_int("num_kvcache_blocks", 1)
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1)  # int32 ids
         utilization = self.gpu_memory_utilization
-        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)):
-            raise TypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
-        if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization!r}")
-        if not isinstance(self.enforce_eager, bool):
-            raise TypeError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
+        check_number("gpu_memory_utilization", utilization, "in (0, 1]", math.ulp(0.0), 1)
+        check_bool("enforce_eager", self.enforce_eager)
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-    def _check_int(self, name: str, low: int, high: int | None = None) -> None:
-        value = getattr(self, name)
-        bounds = f">= {low}" if high is None else f"in {low}..{high}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
-        if value < low or (high is not None and value > high):
-            raise ValueError(f"{name} must be {bounds}, got {value!r}")

@@ -1,9 +1,9 @@
 """SamplingParams: what one request asks of the sampler and of the stop rule, validated once."""
 
 import math
-import sys
 from dataclasses import dataclass
-from numbers import Real
+
+from nanovllm.utils.checks import check_bool, check_int, check_number
 
 MAX_LOGPROBS = 20
 
@@ -47,39 +47,20 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, "finite and >= 0 (0 is greedy)", 0)
-        _check_int("max_tokens", self.max_tokens, 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        _check_int("top_k", self.top_k, -1)
-        _check_number("top_p", self.top_p, "in (0, 1]", math.ulp(0.0), 1)
-        _check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
+        check_number("temperature", self.temperature, "finite and >= 0 (0 is greedy)", 0)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_int("top_k", self.top_k, -1)
+        check_number("top_p", self.top_p, "in (0, 1]", math.ulp(0.0), 1)
+        check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         # Kept as tuples, so that a caller's list can change without changing a running request.
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
-
-
-def _check_number(
-    name: str, value: object, bounds: str, low: float, high: float = sys.float_info.max
-) -> None:
-    # bool is an int in Python; a request for a temperature of True is a mistake.
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
-    if not low <= value <= high:  # NaN as well
-        raise ValueError(f"{name} must be {bounds}, got {value!r}")
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    bounds = f">= {low}" if high is None else f"in {low}..{high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be {bounds}, got {value!r}")
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
@@ -96,5 +77,5 @@ def _checked_ids(ids: object) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple)):
         raise TypeError(f"stop_token_ids must be a list of ints >= 0, got {ids!r}")
     for token_id in ids:
-        _check_int("each of stop_token_ids", token_id, 0)
+        check_int("each of stop_token_ids", token_id, 0)
     return tuple(ids)

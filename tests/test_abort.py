@@ -71,6 +71,49 @@ def test_dropping_the_iterator_frees_everything(
     assert_clean(llm, sixteen_greedy)
 
 
+@pytest.mark.parametrize("when", ["before the run", "after the run", "scheduling"])
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["plain loop", "ahead"])
+def test_a_stream_collected_in_the_midst_of_another_loops_step(
+    llm: LLM, sixteen_greedy: list[list[int]], runs_ahead: bool, when: str
+) -> None:
+    """A forgotten stream in a reference cycle is closed whenever the collector comes by, be it
+    between the schedule and the end of a step. That step goes on as if nothing had been, then the
+    stream's requests are gone."""
+    llm.runs_ahead = runs_ahead
+    owner, name = {
+        "scheduling": (llm.scheduler, "schedule"),
+        "before the run": (llm.model_runner, "launch"),
+        "after the run": (llm.model_runner, "collect"),
+    }[when]
+    inner, live = getattr(owner, name), []
+
+    def allocating(*args: Any) -> Any:
+        """The collector comes by at every allocation of a container, if it may."""
+        result = inner(*args)
+        if not live:
+            gc.set_threshold(1)
+            forgotten.clear()
+            _ = [[] for _ in range(1000)]
+            live.extend(llm.requests)
+        return result
+
+    stream = llm.stream(PROMPTS[:2], SIXTEEN)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    forgotten = [cycle]
+    del stream, cycle
+    setattr(owner, name, allocating)
+    thresholds = gc.get_threshold()
+    try:
+        outputs = llm.generate(PROMPTS[2:], SIXTEEN, use_tqdm=False)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(live) == 4, "all lived on to the end of the step"
+    assert [output["token_ids"] for output in outputs] == sixteen_greedy[2:]
+    assert_clean(llm, sixteen_greedy)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("count", [1, 5, 30])
 def test_an_exception_in_the_callers_loop(
@@ -209,7 +252,7 @@ def test_abort_of_all_of_a_streams_requests_ends_it(
 
 def test_abort_in_the_middle_of_generate(llm: LLM, sixteen_greedy: list[list[int]]) -> None:
     """By whoever has a foot in the loop: generate ends all the same, with what there was."""
-    step = llm.step
+    step = llm.loop_step
 
     def step_then_abort() -> Any:
         result = step()
@@ -217,7 +260,7 @@ def test_abort_in_the_middle_of_generate(llm: LLM, sixteen_greedy: list[list[int
             assert llm.abort(min(llm.requests))
         return result
 
-    llm.step = step_then_abort
+    llm.loop_step = step_then_abort
     outputs = llm.generate(PROMPTS, SIXTEEN, use_tqdm=False)
     assert [output["finish_reason"] for output in outputs] == ["abort", *["length"] * 3]
     assert outputs[0]["token_ids"] == sixteen_greedy[0][:7]

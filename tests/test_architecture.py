@@ -18,6 +18,7 @@ SCHEDULING_HALF = {
     "nanovllm.engine.sequence",
     "nanovllm.engine.block_manager",
     "nanovllm.engine.scheduler",
+    "nanovllm.utils.checks",
 }
 # The modules with Triton kernels, which need triton to import.
 KERNELS = {
@@ -212,7 +213,7 @@ def test_the_engine_can_be_read_in_an_evening() -> None:
     kernels = [path for path in engine if path.stem in KERNELS]
     several = [path for path in engine if path.stem in SEVERAL_GPUS]
     assert (len(kernels), len(several)) == (len(KERNELS), len(SEVERAL_GPUS))
-    assert num_lines([path for path in engine if path not in kernels + several]) <= 3300
+    assert num_lines([path for path in engine if path not in kernels + several]) <= 3350
     assert num_lines(kernels) <= 950
     assert num_lines(several) <= 700
 

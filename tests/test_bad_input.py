@@ -167,6 +167,14 @@ def test_a_pool_too_small_names_the_max_model_len_that_fits(
         assert len(output["token_ids"]) == 10
 
 
+def test_a_pool_that_no_memory_holds(good: Path) -> None:
+    before = remains()
+    largest = {"num_kvcache_blocks": 2**31 - 1, "kvcache_block_size": 2**20}
+    message = refusal(ValueError, partial(start, good, **largest))
+    assert_says(message, "a KV pool of 2147483647 blocks", "GiB", "lower num_kvcache_blocks")
+    assert remains() == before
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 BAD_PROMPTS: list[tuple[Any, type[Exception], list[str]]] = [

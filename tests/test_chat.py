@@ -81,8 +81,9 @@ MALFORMED: list[tuple[Any, type[Exception], str]] = [
     ([{"role": "user"}], TypeError, "'role' and 'content'"),
     ([{"content": "Who?"}], TypeError, "'role' and 'content'"),
     ([{"role": 3, "content": "Who?"}], TypeError, "'role' and 'content'"),
+    ([{"role": "user", "content": b"Who?"}], TypeError, "both text"),
     ([{"role": "user", "content": None}], ValueError, "conversation 0: the chat template refused"),
-    ([{"role": "user", "content": 5}], ValueError, "conversation 0: the chat template refused"),
+    ([{"role": "user", "content": 5}], TypeError, "both text"),
     ([{"role": "user", "content": "\ud800"}], ValueError, "cannot be tokenized"),
 ]
 

@@ -81,6 +81,7 @@ def test_bounds_are_inside(tmp_path: Path, name: str, value: Any) -> None:
         ("tensor_parallel_size", 9),
         ("kvcache_block_size", 0),
         ("num_kvcache_blocks", 0),
+        ("num_kvcache_blocks", 2**31),
         ("device", "tpu"),
         ("dtype", "float64"),
     ],

@@ -116,7 +116,7 @@ def test_every_statistic_is_documented(llm: LLM) -> None:
 
 def shown_by(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[str]:
     """The bar's line after each step, by way of a terminal that is a string."""
-    import nanovllm.engine.llm_engine as module
+    import nanovllm.engine.progress_bar as module
 
     lines: list[str] = []
 

@@ -119,7 +119,7 @@ def test_progress_bar_counts_this_calls_requests_only(
     """A request added before finishes during the call."""
     add(llm, [9], max_tokens=2)
     llm.generate([[1, 2]], greedy(5))
-    assert llm.is_finished()
+    assert llm.scheduler.is_finished()
     shown = capsys.readouterr().err
     assert "1/1" in shown and "2/1" not in shown
 
@@ -249,6 +249,42 @@ def test_generate_finishes_while_an_added_request_goes_on(folder: Path, llm: LLM
     with start(folder) as fresh:
         alone = completions(fresh, [other.prompt_token_ids], greedy(30))
     assert alone == [other.completion_token_ids]
+
+
+@pytest.mark.parametrize("loop", ["generate", "stream", "closed stream"])
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["plain loop", "ahead"])
+def test_step_reports_what_ended_during_a_loop(llm: LLM, loop: str, runs_ahead: bool) -> None:
+    """No completion of an added request is lost: the next step tells it, once, beside its own."""
+    llm.runs_ahead = runs_ahead
+    script(llm, lambda seq: 40 + seq.num_prompt_tokens)
+    short = [llm.add_request([1] * count, greedy(count)) for count in (1, 2)]
+    long = llm.add_request([1] * 3, greedy(10))
+    if loop == "generate":
+        assert completions(llm, [[1] * 4], greedy(5)) == [[44] * 5]
+    else:
+        stream = llm.stream([[1] * 4], greedy(5 if loop == "stream" else 50))
+        for _ in range(5):
+            next(stream)
+        stream.close()
+    done = len(llm.scheduler.running[0].completion_token_ids)
+    finished, num_tokens = llm.step()
+    assert finished == [(short[0], [41]), (short[1], [42, 42])] and num_tokens == -1
+    for _ in range(10 - done - 2):
+        assert not llm.is_finished()
+        assert llm.step() == ([], -1)
+    assert llm.step() == ([(long, [43] * 10)], -1)
+    assert llm.is_finished()
+
+
+def test_step_reports_also_when_nothing_is_left_to_run(llm: LLM) -> None:
+    script(llm, lambda seq: 40 + seq.num_prompt_tokens)
+    added = llm.add_request([1], greedy(2))
+    aborted = llm.add_request([1], greedy(20))
+    completions(llm, [[1, 1]], greedy(5))
+    llm.abort(aborted)
+    assert not llm.is_finished()
+    assert llm.step() == ([(added, [41, 41])], 0)
+    assert llm.is_finished() and llm.step() == ([], 0)
 
 
 def test_case_09_a_repeated_prompt_gives_the_same_tokens(llm: LLM) -> None:

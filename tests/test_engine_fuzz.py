@@ -145,14 +145,17 @@ class AnyCalls(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
+        """Every added request is reported, once, whoever ran it."""
         for _ in range(count):
             for request_id, token_ids in self.llm.step()[0]:
                 if request_id in self.added:
-                    request, job = self.added[request_id]
-                    assert token_ids == self.expected(job)[0].token_ids
-                    assert request.seq.is_finished
+                    request, job = self.added.pop(request_id)
+                    output = request.completion()
+                    assert token_ids == output["token_ids"]
+                    result = Result(token_ids, output["text"], output["finish_reason"])
+                    assert [result] == self.expected(job)
 
-    @precondition(lambda self: not self.llm.is_finished())
+    @precondition(lambda self: not self.llm.scheduler.is_finished())
     @rule(error=ERROR)
     def step_that_fails(self, error: type[BaseException]) -> None:
         tokens = {request_id: len(r.seq) for request_id, r in self.llm.requests.items()}
@@ -280,15 +283,10 @@ class AnyCalls(RuleBasedStateMachine):
             while stream in self.streams:
                 self.read(stream)
         for _ in range(1000):
-            self.llm.step()
+            self.step(1)
         assert self.llm.is_finished(), "I7"
         self.holds()
-        for request, job in self.added.values():
-            completion = request.completion()
-            result = Result(
-                completion["token_ids"], completion["text"], completion["finish_reason"]
-            )
-            assert [result] == self.expected(job)
+        assert not self.added, "the end of an added request has not been reported"
 
 
 TestAnyCalls = AnyCalls.TestCase

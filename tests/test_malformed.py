@@ -136,6 +136,8 @@ def test_absurd_sizes_are_refused_before_they_are_memory(
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_theta": True}, "rope_theta"),
+        ({"rope_theta": 1e-300}, "rope_theta"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"max_position_embeddings": 1}, "max_position_embeddings must be an int >= 2"),

@@ -68,15 +68,19 @@ def allocate_kv_cache(
     device: torch.device,
 ) -> torch.Tensor:
     """Make the pool [2, layers, num_blocks, block_size, kv_heads_per_rank, head_dim] and give each
-    Attention layer of `model` its K and V slices.
+    Attention layer of `model` its K and V slices. Raises ValueError if memory does not suffice.
 
     Zeros, not garbage: the torch path multiplies masked positions by 0, and 0 * NaN is NaN.
     """
-    pool = torch.zeros(
-        (2, config.num_hidden_layers, num_blocks, block_size, num_kv_heads, config.head_dim),
-        dtype=dtype,
-        device=device,
-    )
+    shape = (2, config.num_hidden_layers, num_blocks, block_size, num_kv_heads, config.head_dim)
+    try:
+        pool = torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # out of memory, or of what an allocator can count
+        gib = kv_block_bytes(config, num_kv_heads, block_size, dtype) * num_blocks / 2**30
+        raise ValueError(
+            f"no memory for a KV pool of {num_blocks} blocks ({gib:,.1f} GiB): lower "
+            f"num_kvcache_blocks, or leave it out ({error})"
+        ) from error
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer, k_cache, v_cache in zip(layers, pool[0], pool[1], strict=True):
         layer.k_cache, layer.v_cache = k_cache, v_cache

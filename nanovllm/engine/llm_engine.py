@@ -4,15 +4,14 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
-
-from tqdm import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.progress_bar import ProgressBar
 from nanovllm.engine.prompts import (
     Conversation,
     Prompt,
@@ -28,7 +27,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hf import load_eos_token_ids, load_model_config, load_tokenizer
-from nanovllm.utils.interrupts import interrupts_held
+from nanovllm.utils.interrupts import collector_held, interrupts_held
 from nanovllm.utils.loader import check_size
 
 
@@ -58,6 +57,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
+        self._untold: list[tuple[int, list[int]]] = []  # ends that `step` has to tell
         self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
         # Whole loops run a step ahead where that hides the host's work behind the GPU's.
         self.runs_ahead = self.model_runner.device.type == "cuda"
@@ -73,10 +73,15 @@ class LLMEngine:
         self._finalizer()
 
     def is_finished(self) -> bool:
+        """Whether `step` has nothing left to run, and nothing to tell."""
+        return self._is_idle() and not self._untold
+
+    def _is_idle(self) -> bool:
         return self.scheduler.is_finished() and self._run_ahead.in_flight is None
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`.
+        """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`,
+        under which `step` reports its end, also one that comes during a `generate`.
 
         Raises TypeError or ValueError, with nothing changed, for a prompt that is empty, has an
         id outside the vocabulary, or leaves no room within max_model_len or the KV pool.
@@ -105,20 +110,28 @@ class LLMEngine:
         the run raises, the step's requests wait again as if it had not been scheduled.
         """
         self._check_running()
+        finished, num_tokens = self._plain_step()
+        told = {seq_id for seq_id, _ in finished}
+        earlier = [end for end in self._untold if end[0] not in told]
+        self._untold.clear()
+        return earlier + finished, num_tokens
+
+    def _plain_step(self) -> tuple[list[tuple[int, list[int]]], int]:
         if self._run_ahead.in_flight is not None:  # of a stream whose caller now steps by hand
             return self._run_ahead.drain()
         if self.scheduler.is_finished():
             return [], 0
         seqs: list[Sequence] = []
         try:
-            with interrupts_held():
-                seqs, is_prefill = self.scheduler.schedule()
-            num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-            token_ids = self.model_runner.call("run", seqs, is_prefill)
-            with interrupts_held():
-                accepted = self.scheduler.postprocess(seqs, token_ids, is_prefill)
-                self._on_tokens(accepted, self.model_runner.logprobs)
-                done, seqs = [seq for seq in seqs if seq.is_finished], []  # nothing to roll back
+            with collector_held():
+                with interrupts_held():
+                    seqs, is_prefill = self.scheduler.schedule()
+                num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+                token_ids = self.model_runner.call("run", seqs, is_prefill)
+                with interrupts_held():
+                    accepted = self.scheduler.postprocess(seqs, token_ids, is_prefill)
+                    self._on_tokens(accepted, self.model_runner.logprobs)
+                    done, seqs = [seq for seq in seqs if seq.is_finished], []  # none to roll back
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
             with interrupts_held():
                 self.scheduler.rollback(seqs)
@@ -127,9 +140,10 @@ class LLMEngine:
         return finished, num_tokens if is_prefill else -num_tokens
 
     def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """One turn of `generate`, `chat` and `stream`: `step`, or RunAhead's, with its result."""
+        """One turn of `generate`, `chat` and `stream`; its result is that of the step it ran, or of
+        the one before where the loop runs ahead."""
         self._check_running()
-        return self._run_ahead.step() if self.runs_ahead else self.step()
+        return self._run_ahead.step() if self.runs_ahead else self._plain_step()
 
     def _on_tokens(
         self, accepted: list[tuple[Sequence, int]], logprobs: dict[int, dict[int, float]]
@@ -141,6 +155,8 @@ class LLMEngine:
                 self.scheduler.finish(seq, "stop")
             if seq.is_finished:
                 self.requests.pop(seq.seq_id, None)
+                if request is not None and request.index is None:
+                    self._untold.append((seq.seq_id, seq.completion_token_ids))
 
     def generate(
         self,
@@ -214,26 +230,12 @@ class LLMEngine:
 
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
         left = {request.seq.seq_id for request in requests}
-        speed = {True: 0.0, False: 0.0}  # tok/s of the latest prefill and decode step
-        preemptions_before = self.scheduler.num_preemptions
-        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
-            while left and not self.is_finished():  # finished with some left: they were aborted
-                start = perf_counter()
+        with closing(ProgressBar(len(requests), self.scheduler, use_tqdm)) as bar:
+            while left and not self._is_idle():  # idle with some left: they were aborted
                 finished, num_tokens = self.loop_step()
-                speed[num_tokens > 0] = abs(num_tokens) / (perf_counter() - start)
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
-                if use_tqdm:
-                    bar.set_postfix(self._progress(speed, preemptions_before), refresh=False)
-                    bar.update(len(done))
-
-    def _progress(self, speed: dict[bool, float], preemptions_before: int) -> dict[str, str]:
-        shown = {"Prefill": f"{speed[True]:.0f}tok/s", "Decode": f"{speed[False]:.0f}tok/s"}
-        manager = self.scheduler.block_manager
-        shown["KV"] = f"{len(manager.used_block_ids) / len(manager.blocks):.0%}"
-        if preemptions := self.scheduler.num_preemptions - preemptions_before:
-            shown["preemptions"] = str(preemptions)
-        return shown
+                bar.update(len(done), num_tokens)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since start, and the state now.

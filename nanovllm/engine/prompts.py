@@ -116,10 +116,12 @@ def _check_conversation(messages: Conversation, what: str) -> None:
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)
-            or "content" not in message
+            or not isinstance(message.get("content", 0), (str, list, type(None)))
         ):
             raise TypeError(
-                f"{what}: each message must be a dict with 'role' and 'content', got {message!r}"
+                f"{what}: each message must be a dict with 'role' and 'content', both text "
+                f"(content also a list of parts, or None, where the template takes them), got "
+                f"{message!r}"
             )
 
 

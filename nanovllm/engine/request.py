@@ -106,10 +106,11 @@ class Request:
         self,
         seq: Sequence,
         tokenizer: PreTrainedTokenizerBase,
-        index: int = 0,
+        index: int | None = None,
         news: deque[Request] | None = None,
     ) -> None:
-        """index: of its prompt in the call; news: for a stream, where to report a change."""
+        """index: of its prompt in the call, None for `add_request`; news: for a stream, where to
+        report a change."""
         params = seq.sampling_params
         self.seq = seq
         self.tokenizer = tokenizer

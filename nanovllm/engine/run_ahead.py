@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nanovllm.engine.model_runner import LaunchedStep, ModelRunner
 from nanovllm.engine.scheduler import Progress, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.interrupts import interrupts_held
+from nanovllm.utils.interrupts import collector_held, interrupts_held
 
 # (accepted (sequence, token id) pairs, seq_id -> log-probabilities) -> None
 OnTokens = Callable[[list[tuple[Sequence, int]], dict[int, dict[int, float]]], None]
@@ -51,9 +51,10 @@ class RunAhead:
     def _turn(self, launches: bool) -> tuple[list[tuple[int, list[int]]], int]:
         before = self.in_flight
         try:
-            with interrupts_held():  # from schedule to advance; none of it waits for the GPU
-                self.in_flight = self._launch() if launches else None
-            return ([], 0) if before is None else self._take_in(before)
+            with collector_held():
+                with interrupts_held():  # from schedule to advance; none of it waits for the GPU
+                    self.in_flight = self._launch() if launches else None
+                return ([], 0) if before is None else self._take_in(before)
         except BaseException:  # a step failed; or Ctrl-C, held back or while waiting
             with interrupts_held():
                 self._undo(before, self.in_flight)

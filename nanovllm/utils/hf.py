@@ -5,7 +5,6 @@ All guessing about file layouts of different transformers versions happens here.
 
 import glob
 import json
-import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,6 +107,7 @@ def _stored_dtype(folder: str) -> str:
 def _check_values(folder: str, hf: Any) -> None:
     """Raise ValueError for a value that no Qwen3 model can have, which 4.x takes from the file as
     it is, and for what this engine does not do."""
+    wrong = None
     for name in SIZES:
         value, least = getattr(hf, name), 2 if name == "max_position_embeddings" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -117,29 +117,32 @@ def _check_values(folder: str, hf: Any) -> None:
     for name in ("attention_bias", "tie_word_embeddings", "use_sliding_window"):
         value = getattr(hf, name)
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{folder}: config.json: {name} must be true or false, got {value!r}")
-    eps = hf.rms_norm_eps
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
-        raise ValueError(f"{folder}: config.json: rms_norm_eps must be a number > 0, got {eps!r}")
-    if hf.num_attention_heads % hf.num_key_value_heads:
-        raise ValueError(
-            f"{folder}: config.json: num_attention_heads ({hf.num_attention_heads}) is not a "
-            f"multiple of num_key_value_heads ({hf.num_key_value_heads})"
-        )
-    if hf.head_dim % 2:
-        raise ValueError(
-            f"{folder}: config.json: head_dim ({hf.head_dim}) must be even for rotary embedding"
-        )
-    if hf.hidden_act != "silu":
-        raise ValueError(f"{folder}: config.json: hidden_act {hf.hidden_act!r} is not 'silu'")
+            wrong = f"{name} must be true or false, got {value!r}"
     layer_types = getattr(hf, "layer_types", None)
     others = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
-    if hf.use_sliding_window or others:
-        raise ValueError(
-            f"{folder}: config.json: use_sliding_window, or layer_types for it: not supported"
+    if not _is_positive(hf.rms_norm_eps):
+        wrong = f"rms_norm_eps must be a number > 0, got {hf.rms_norm_eps!r}"
+    elif hf.num_attention_heads % hf.num_key_value_heads:
+        wrong = (
+            f"num_attention_heads ({hf.num_attention_heads}) is not a multiple of "
+            f"num_key_value_heads ({hf.num_key_value_heads})"
         )
-    if getattr(hf, "quantization_config", None):
-        raise ValueError(f"{folder}: config.json has a quantization_config: not supported")
+    elif hf.head_dim % 2:
+        wrong = f"head_dim ({hf.head_dim}) must be even for rotary embedding"
+    elif hf.hidden_act != "silu":
+        wrong = f"hidden_act {hf.hidden_act!r} is not 'silu'"
+    elif hf.use_sliding_window or others:
+        wrong = "use_sliding_window, or layer_types for it: not supported"
+    elif getattr(hf, "quantization_config", None):
+        wrong = "quantization_config: not supported"
+    if wrong:
+        raise ValueError(f"{folder}: config.json: {wrong}")
+
+
+def _is_positive(value: Any) -> bool:
+    """A number that a float32 can hold, and be divided by."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 1e-37 < value < 1e38
 
 
 def _rope_theta(folder: str, hf: Any) -> float:
@@ -154,7 +157,7 @@ def _rope_theta(folder: str, hf: Any) -> float:
         if rope_type != "default":
             raise ValueError(f"{folder}: RoPE type {rope_type!r} is not supported, only 'default'")
         theta = nested.get("rope_theta") or theta
-    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+    if not _is_positive(theta):
         raise ValueError(f"{folder}: config.json: rope_theta must be a number > 0, got {theta!r}")
     return float(theta)
 

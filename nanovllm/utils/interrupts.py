@@ -1,5 +1,7 @@
-"""Ctrl-C at a bad moment: hold it back while several parts of a record change together."""
+"""What may come between any two lines: Ctrl-C and the garbage collector. Held back here while
+several parts of a record change together."""
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,3 +25,20 @@ def interrupts_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if caught:
             handler(*caught[-1])
+
+
+@contextmanager
+def collector_held() -> Iterator[None]:
+    """The garbage collector does not run during the block. It may close a forgotten `stream`, whose
+    requests end with it, and a step must not lose sequences that it has chosen."""
+    enabled = gc.isenabled()
+    try:
+        try:
+            gc.disable()
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+    finally:  # once more: a Ctrl-C may have come before the first
+        if enabled:
+            gc.enable()

@@ -1,0 +1,31 @@
+"""Checks of what a caller gives: numbers within bounds. Imports no torch."""
+
+import sys
+from numbers import Real
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """TypeError unless `value` is an int, ValueError unless it is in low..high."""
+    bounds = f">= {low}" if high is None else f"in {low}..{high}"
+    # bool is an int in Python; a max_tokens of True is a mistake.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {bounds}, got {value!r}")
+
+
+def check_number(
+    name: str, value: object, bounds: str, low: float, high: float = sys.float_info.max
+) -> None:
+    """TypeError unless `value` is a number, ValueError unless it is in [low, high], which `bounds`
+    puts in words."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
+    if not low <= value <= high:  # NaN as well
+        raise ValueError(f"{name} must be {bounds}, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
