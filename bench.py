@@ -4,6 +4,7 @@
     python bench.py --dummy qwen3-8b                 random weights in the real shape of Qwen3-8B
     python bench.py --model DIR --num-seqs 1 --min-input 128 --max-input 128 \\
         --min-output 512 --max-output 512            latency: one request of exactly 128 in, 512 out
+    python bench.py --profile                        where a decode step's time goes, by kernel
 
 Default load: with a GPU `--dummy qwen3-0.6b` and the classic workload (256 requests, prompt and
 output lengths uniform in 100-1024, ids uniform in 0-10000, temperature 0.6, seed 0: 142,827 prompt
@@ -14,6 +15,11 @@ What is timed is `LLM.generate`, from the first check of a prompt to the last co
 One short run before it, at most 8 output tokens a request, warms up kernels and allocator. Every
 repeat has the same lengths but fresh random ids: else the prefix cache would have the answers. The
 last line is one JSON object with all that was measured: medians, and each repeat.
+
+`--profile` instead takes the load's prompts, all --num-seqs of them and then the first alone, into
+steady decode, and prints for both how a step's time divides over the kernels and for which share of
+it the GPU idles; output lengths and repeats play no part. nanovllm/tools/decode_profile.py says
+what each number means, and its limits.
 """
 
 import argparse
@@ -39,6 +45,7 @@ from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.tools.decode_profile import profile_decode, profile_lines
 
 BUNDLED_MODEL = Path(__file__).resolve().parent / "tests" / "assets" / "tiny-qwen3"
 DUMMY_SHAPES = {  # hidden size, layers, heads, intermediate size, tied embeddings
@@ -66,6 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--model", metavar="DIR", help="folder in Hugging Face format")
     source.add_argument("--dummy", choices=DUMMY_SHAPES, help="random weights of this shape")
     parser.add_argument("--keep", metavar="DIR", help="keep the dummy model here, to use it again")
+    parser.add_argument("--profile", action="store_true", help="profile decode steps, see above")
     for name, default in {**WORKLOAD, "repeats": 3, **SETTINGS}.items():
         flags = ["--" + name.replace("_", "-")] + ["--tp"] * (name == "tensor_parallel_size")
         kind = {"type": int if default is None else type(default), "metavar": "X"}
@@ -287,6 +295,31 @@ def version(module: str) -> str | None:
         return None
 
 
+def description(llm: LLM, args: argparse.Namespace, max_id: int) -> dict[str, Any]:
+    """What was measured, with what, and the memory that it took."""
+    runner = llm.model_runner
+    memory = {"gpu": None, "peak_reserved_gib": None, "driver_used_gib": None}
+    if runner.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        memory = {
+            "gpu": torch.cuda.get_device_name(),
+            "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "driver_used_gib": (total - free) / 2**30,
+        }
+    modules = ("torch", "triton", "transformers", "flash_attn")
+    return {
+        "model": args.dummy or args.model,
+        "workload": {name: getattr(args, name) for name in WORKLOAD} | {"max_token_id": max_id},
+        "settings": asdict(llm.config),
+        "versions": {"python": platform.python_version()} | {m: version(m) for m in modules},
+        "device": str(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "cuda_graphs": runner.graphs is not None,
+        "kv_blocks": runner.num_kvcache_blocks,
+        **memory,
+    }
+
+
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     """The JSON line. Raises ValueError for a model, setting or workload that is refused."""
     with model_folder(args) as folder:
@@ -294,41 +327,31 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         llm = TimedLLM(folder, **{name: getattr(args, name) for name in SETTINGS})
         init_seconds = perf_counter() - start
     with llm:
-        runner = llm.model_runner
         max_id = min(args.max_token_id, llm.vocab_size - 1)
-        runs = measure_all(llm, args, max_id)
-        memory = {"gpu": None, "peak_reserved_gib": None, "driver_used_gib": None}
-        if runner.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            memory = {
-                "gpu": torch.cuda.get_device_name(),
-                "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-                "driver_used_gib": (total - free) / 2**30,
+        if args.profile:
+            prompts = draw_workload(args, max_id).prompts
+            batches = [prompts, prompts[:1]] if len(prompts) > 1 else [prompts]
+            measured = {"profile": profile_decode(llm, batches, args.temperature)}
+        else:
+            runs = measure_all(llm, args, max_id)
+            measured = {
+                name: value if value is None else median(run[name] for run in runs)
+                for name, value in runs[0].items()
             }
-        modules = ("torch", "triton", "transformers", "flash_attn")
-        report = {
-            "model": args.dummy or args.model,
-            "workload": {name: getattr(args, name) for name in WORKLOAD} | {"max_token_id": max_id},
-            "settings": asdict(llm.config),
-            "versions": {"python": platform.python_version()} | {m: version(m) for m in modules},
-            "device": str(runner.device),
-            "dtype": str(runner.dtype).removeprefix("torch."),
-            "cuda_graphs": runner.graphs is not None,
-            "init_seconds": init_seconds,
-            "kv_blocks": runner.num_kvcache_blocks,
-            **memory,
-        }
-    for name, value in runs[0].items():
-        report[name] = value if value is None else median(run[name] for run in runs)
-    return report | {"repeats": runs}
+            measured["repeats"] = runs
+        return description(llm, args, max_id) | {"init_seconds": init_seconds} | measured
 
 
 def print_report(report: dict[str, Any]) -> None:
     """For people, then the JSON line."""
+    repeats = report.get("repeats", [{}])
     for name, value in report.items():
-        if name in report["repeats"][0] and value is not None:
-            each = " ".join(f"{run[name]:,.6g}" for run in report["repeats"])
+        if name in repeats[0] and value is not None:
+            each = " ".join(f"{run[name]:,.6g}" for run in repeats)
             print(f"{name:18} {value:,.6g} (median of {each})")
+        elif name == "profile":
+            for result in value:
+                print("", *profile_lines(result), sep="\n")
         elif name != "repeats":
             print(f"{name:18} {value}")
     print(json.dumps(report))
