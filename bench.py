@@ -206,13 +206,12 @@ class TimedLLM(LLM):
         super().__init__(model, **settings)
 
     def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        start = perf_counter()
+        if self.begin is None:
+            self.begin = perf_counter()
         finished, num_tokens = super().loop_step()
-        if num_tokens:  # none, if the loop has only launched its first step yet
-            self.steps.append((self.begin or start, perf_counter(), num_tokens))
+        if num_tokens:  # none, if the loop has only launched a step and had none to wait for
+            self.steps.append((self.begin, perf_counter(), num_tokens))
             self.begin = self.steps[-1][1]
-        else:
-            self.begin = start
         return finished, num_tokens
 
 

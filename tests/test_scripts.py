@@ -282,6 +282,22 @@ def test_phases_are_counted_apart(tmp_path: Path, bench: ModuleType) -> None:
     assert run["decode_step_ms"] == pytest.approx(1e3 * run["decode_seconds"] / 2)
 
 
+def test_steps_have_no_gaps_between_them(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the loop that runs ahead, turns that take in no step are part of the next one that is
+    taken in, the first turn as well as one after a drain."""
+    turns = iter([0, 5, -1, 0, -1])
+    monkeypatch.setattr(LLM, "__init__", lambda self, model: None)
+    monkeypatch.setattr(LLM, "loop_step", lambda self: ([], next(turns)))
+    monkeypatch.setattr(bench, "perf_counter", lambda: next(clock))
+    clock = iter(range(10))
+    llm = bench.TimedLLM("")
+    for _ in range(5):
+        llm.loop_step()
+    assert llm.steps == [(0, 1, 5), (1, 2, -1), (2, 3, -1)]
+
+
 def test_preemptions_are_counted(tmp_path: Path, bench: ModuleType) -> None:
     """A tight pool: the engine's own calls are the truth."""
     settings = {"device": "cpu", "num_kvcache_blocks": 6, "kvcache_block_size": 4}
