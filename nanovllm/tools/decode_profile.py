@@ -187,7 +187,7 @@ def steady_step_ms(
 ) -> float:
     """Bring all prompts into decode, run `num_steps` steps inside `recorder`, and let all
     finish. Returns the ms that one of these steps took."""
-    # From prefill one, and at the end one for the step that is launched ahead.
+    # The first is from prefill; the last is left for later, so that none ends in these steps.
     max_tokens = 1 + SETTLE_STEPS + num_steps + 1
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     for prompt in prompts:
