@@ -133,11 +133,12 @@ def event(span: Span, device_type: DeviceType = DeviceType.CUDA) -> SimpleNamesp
     return SimpleNamespace(name=span.name, device_type=device_type, time_range=interval)
 
 
-def test_launches_are_not_spans_of_the_gpu() -> None:
-    """With CUDA activities come the runtime's calls, which ran on the host."""
+def test_launches_and_waits_are_not_spans_of_the_gpu() -> None:
+    """With CUDA activities come the runtime's calls, which ran on the host, and waits."""
     span = Span("attention", 3.0, 5.5)
     launch = event(Span("cudaGraphLaunch", 1.0, 9.0), DeviceType.CPU)
-    assert gpu_spans([launch, event(span)]) == [span]
+    wait = event(Span("Event Sync", 2.0, 9.0))
+    assert gpu_spans([launch, event(span), wait]) == [span]
 
 
 def test_without_a_gpu_nothing_is_said_of_idling() -> None:

@@ -42,6 +42,8 @@ STEPS = 20
 LEAD_STEPS = 4  # recorded in front of them: the profiler's own start disturbs the first
 # The last thing that a step does on the GPU, and its only copy in that direction: the sampled ids.
 END_OF_STEP = "Memcpy DtoH"
+# Waits, which the profiler may list beside the kernels, though nothing runs in them.
+WAITS = {"Context Sync", "Event Sync", "Stream Sync", "Stream Wait Event"}
 NAME_WIDTH, MOST_ROWS = 60, 24  # of the printed table
 
 
@@ -70,7 +72,7 @@ def gpu_spans(events: Iterable[Any]) -> list[Span]:
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA and event.name not in WAITS
     ]
 
 
@@ -205,8 +207,8 @@ def steady_step_ms(
     if set(decoded) != {len(prompts)}:
         raise ValueError(
             f"{len(prompts)} requests of up to {max(map(len, prompts))} + {max_tokens} tokens do "
-            f"not decode together, but {min(decoded)} at a time: take fewer or shorter ones, or "
-            "raise max_num_seqs, max_model_len or the KV pool"
+            f"not decode together (one step had {min(decoded)} of them): take fewer or shorter "
+            "ones, or raise max_num_seqs, max_model_len or the KV pool"
         )
     return 1e3 * seconds / num_steps
 
