@@ -177,6 +177,8 @@ class FakeGPU:
             self.recorded += [event(span) for span in step_spans(begin)]
         return [], -1
 
+    step = loop_step
+
     def profiler(self, activities: list[ProfilerActivity]) -> "FakeGPU":
         assert activities == [ProfilerActivity.CUDA]
         return self

@@ -203,7 +203,7 @@ def steady_step_ms(
         decoded = [-llm.loop_step()[1] for _ in range(num_steps)]
         seconds = perf_counter() - start
     while not llm.is_finished():
-        llm.loop_step()
+        llm.step()  # which also reports their ends, so that none is left to tell
     if set(decoded) != {len(prompts)}:
         raise ValueError(
             f"{len(prompts)} requests of up to {max(map(len, prompts))} + {max_tokens} tokens do "
