@@ -205,10 +205,10 @@ class TimedLLM(LLM):
         self.begin: float | None = None
         super().__init__(model, **settings)
 
-    def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def _loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
         if self.begin is None:
             self.begin = perf_counter()
-        finished, num_tokens = super().loop_step()
+        finished, num_tokens = super()._loop_step()
         if num_tokens:  # none, if the loop has only launched a step and had none to wait for
             self.steps.append((self.begin, perf_counter(), num_tokens))
             self.begin = self.steps[-1][1]

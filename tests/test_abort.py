@@ -252,7 +252,7 @@ def test_abort_of_all_of_a_streams_requests_ends_it(
 
 def test_abort_in_the_middle_of_generate(llm: LLM, sixteen_greedy: list[list[int]]) -> None:
     """By whoever has a foot in the loop: generate ends all the same, with what there was."""
-    step = llm.loop_step
+    step = llm._loop_step
 
     def step_then_abort() -> Any:
         result = step()
@@ -260,7 +260,7 @@ def test_abort_in_the_middle_of_generate(llm: LLM, sixteen_greedy: list[list[int
             assert llm.abort(min(llm.requests))
         return result
 
-    llm.loop_step = step_then_abort
+    llm._loop_step = step_then_abort
     outputs = llm.generate(PROMPTS, SIXTEEN, use_tqdm=False)
     assert [output["finish_reason"] for output in outputs] == ["abort", *["length"] * 3]
     assert outputs[0]["token_ids"] == sixteen_greedy[0][:7]

@@ -251,6 +251,22 @@ def test_generate_finishes_while_an_added_request_goes_on(folder: Path, llm: LLM
     assert alone == [other.completion_token_ids]
 
 
+def test_loop_step_reports_as_step_does(llm: LLM) -> None:
+    """Ahead, a step's result comes with the turn after it; ends are told once."""
+    script(llm, lambda seq: 40 + seq.num_prompt_tokens)
+    for runs_ahead, results in (
+        (False, [([], 3), ([0], -2), ([1], -1)]),
+        (True, [([], 0), ([], 3), ([0], -2), ([1], -1)]),
+    ):
+        llm.runs_ahead = runs_ahead
+        ids = [llm.add_request([1] * count, greedy(1 + count)) for count in (1, 2)]
+        ends = [(ids[0], [41, 41]), (ids[1], [42] * 3)]
+        for which, num_tokens in results:
+            assert not llm.is_finished()
+            assert llm.loop_step() == ([ends[i] for i in which], num_tokens)
+        assert llm.is_finished()
+
+
 @pytest.mark.parametrize("loop", ["generate", "stream", "closed stream"])
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["plain loop", "ahead"])
 def test_step_reports_what_ended_during_a_loop(llm: LLM, loop: str, runs_ahead: bool) -> None:

@@ -289,12 +289,12 @@ def test_steps_have_no_gaps_between_them(
     taken in, the first turn as well as one after a drain."""
     turns = iter([0, 5, -1, 0, -1])
     monkeypatch.setattr(LLM, "__init__", lambda self, model: None)
-    monkeypatch.setattr(LLM, "loop_step", lambda self: ([], next(turns)))
+    monkeypatch.setattr(LLM, "_loop_step", lambda self: ([], next(turns)))
     monkeypatch.setattr(bench, "perf_counter", lambda: next(clock))
     clock = iter(range(10))
     llm = bench.TimedLLM("")
     for _ in range(5):
-        llm.loop_step()
+        llm._loop_step()
     assert llm.steps == [(0, 1, 5), (1, 2, -1), (2, 3, -1)]
 
 

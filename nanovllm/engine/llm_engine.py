@@ -22,7 +22,7 @@ from nanovllm.engine.prompts import (
     token_ids_of,
 )
 from nanovllm.engine.request import Completion, Increment, Request
-from nanovllm.engine.run_ahead import RunAhead
+from nanovllm.engine.run_ahead import RunAhead, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
-        self._untold: list[tuple[int, list[int]]] = []  # ends that `step` has to tell
+        self._untold: dict[int, list[int]] = {}  # ends that `step` has to tell
         self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
         # Whole loops run a step ahead where that hides the host's work behind the GPU's.
         self.runs_ahead = self.model_runner.device.type == "cuda"
@@ -74,10 +74,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing left to run, and nothing to tell."""
-        return self._is_idle() and not self._untold
-
-    def _is_idle(self) -> bool:
-        return self.scheduler.is_finished() and self._run_ahead.in_flight is None
+        return self._run_ahead.is_idle() and not self._untold
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`,
@@ -102,7 +99,7 @@ class LLMEngine:
             request.report()
             return True
 
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def step(self) -> StepResult:
         """Run one step; when it returns, its tokens are accepted.
 
         Returns (finished, num_tokens): a list of (seq_id, completion_token_ids), and the positions
@@ -110,13 +107,22 @@ class LLMEngine:
         the run raises, the step's requests wait again as if it had not been scheduled.
         """
         self._check_running()
-        finished, num_tokens = self._plain_step()
-        told = {seq_id for seq_id, _ in finished}
-        earlier = [end for end in self._untold if end[0] not in told]
-        self._untold.clear()
-        return earlier + finished, num_tokens
+        return self._told(*self._plain_step())
 
-    def _plain_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def loop_step(self) -> StepResult:
+        """`step` as `generate` does it, which on a GPU runs ahead: the result may be that of the
+        step before, or ([], 0)."""
+        return self._told(*self._loop_step())
+
+    def _told(self, finished: list[tuple[int, list[int]]], num_tokens: int) -> StepResult:
+        ends, self._untold = self._untold | dict(finished), {}
+        return list(ends.items()), num_tokens
+
+    def _loop_step(self) -> StepResult:
+        self._check_running()
+        return self._run_ahead.step() if self.runs_ahead else self._plain_step()
+
+    def _plain_step(self) -> StepResult:
         if self._run_ahead.in_flight is not None:  # of a stream whose caller now steps by hand
             return self._run_ahead.drain()
         if self.scheduler.is_finished():
@@ -131,19 +137,13 @@ class LLMEngine:
                 with interrupts_held():
                     accepted = self.scheduler.postprocess(seqs, token_ids, is_prefill)
                     self._on_tokens(accepted, self.model_runner.logprobs)
-                    done, seqs = [seq for seq in seqs if seq.is_finished], []  # none to roll back
+                    finished = [(s.seq_id, s.completion_token_ids) for s in seqs if s.is_finished]
+                    seqs = []  # nothing to roll back
         except BaseException:  # Ctrl-C as well must not leave the scheduler between two steps
             with interrupts_held():
                 self.scheduler.rollback(seqs)
             raise
-        finished = [(seq.seq_id, seq.completion_token_ids) for seq in done]
         return finished, num_tokens if is_prefill else -num_tokens
-
-    def loop_step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """One turn of `generate`, `chat` and `stream`; its result is that of the step it ran, or of
-        the one before where the loop runs ahead."""
-        self._check_running()
-        return self._run_ahead.step() if self.runs_ahead else self._plain_step()
 
     def _on_tokens(
         self, accepted: list[tuple[Sequence, int]], logprobs: dict[int, dict[int, float]]
@@ -156,7 +156,7 @@ class LLMEngine:
             if seq.is_finished:
                 self.requests.pop(seq.seq_id, None)
                 if request is not None and request.index is None:
-                    self._untold.append((seq.seq_id, seq.completion_token_ids))
+                    self._untold[seq.seq_id] = seq.completion_token_ids
 
     def generate(
         self,
@@ -219,7 +219,7 @@ class LLMEngine:
             num_left = len(requests)
             while num_left:
                 if not news:  # another caller's steps may have brought some
-                    self.loop_step()
+                    self._loop_step()
                 while news:
                     increment = news.popleft().increment()
                     if increment is not None:
@@ -231,8 +231,8 @@ class LLMEngine:
     def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
         left = {request.seq.seq_id for request in requests}
         with closing(ProgressBar(len(requests), self.scheduler, use_tqdm)) as bar:
-            while left and not self._is_idle():  # idle with some left: they were aborted
-                finished, num_tokens = self.loop_step()
+            while left and not self._run_ahead.is_idle():  # idle with some left: they were aborted
+                finished, num_tokens = self._loop_step()
                 done = left.intersection(seq_id for seq_id, _ in finished)
                 left -= done
                 bar.update(len(done), num_tokens)

@@ -17,6 +17,8 @@ from nanovllm.engine.scheduler import Progress, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.interrupts import collector_held, interrupts_held
 
+# (finished (seq_id, completion token ids) pairs, positions computed: negative in decode)
+StepResult = tuple[list[tuple[int, list[int]]], int]
 # (accepted (sequence, token id) pairs, seq_id -> log-probabilities) -> None
 OnTokens = Callable[[list[tuple[Sequence, int]], dict[int, dict[int, float]]], None]
 
@@ -38,17 +40,21 @@ class RunAhead:
         self.on_tokens = on_tokens
         self.in_flight: InFlight | None = None
 
-    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def is_idle(self) -> bool:
+        """Whether nothing is left to run, nor to be taken in."""
+        return self.in_flight is None and self.scheduler.is_finished()
+
+    def step(self) -> StepResult:
         """Launch the next step and take in the one before it. Returns what `LLMEngine.step` does,
         of the step taken in; ([], 0) if there was none."""
         may_launch = self.in_flight is None or self.scheduler.can_run_ahead()
         return self._turn(may_launch and not self.scheduler.is_finished())
 
-    def drain(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def drain(self) -> StepResult:
         """Take in the step in flight, if there is one."""
         return self._turn(launches=False)
 
-    def _turn(self, launches: bool) -> tuple[list[tuple[int, list[int]]], int]:
+    def _turn(self, launches: bool) -> StepResult:
         before = self.in_flight
         try:
             with collector_held():
@@ -71,7 +77,7 @@ class RunAhead:
         progress = self.scheduler.advance(seqs, is_prefill)
         return InFlight(launched, progress, num_tokens if is_prefill else -num_tokens)
 
-    def _take_in(self, step: InFlight) -> tuple[list[tuple[int, list[int]]], int]:
+    def _take_in(self, step: InFlight) -> StepResult:
         token_ids = self.runner.call("collect", step.launched)
         with interrupts_held():
             accepted = self.scheduler.commit(step.progress, token_ids)
