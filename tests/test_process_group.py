@@ -1,13 +1,15 @@
 """ProcessGroup: what of its work on GPUs can be seen without one."""
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils.process_group import ProcessGroup
+from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
+from nanovllm.utils.symmetric_memory import OwnNumbers
 
 
 class NcclAsLocksGo:
@@ -43,3 +45,24 @@ def test_no_exchange_starts_once_a_peer_is_lost() -> None:
     backend.graphs_are_gone.set()
     abort.join(10)
     assert not abort.is_alive()
+
+
+def test_exchanges_of_memory_are_numbered_from_0() -> None:
+    """Rank 0 has made seven in its process, rank 1 is new: they meet. torch's own code calls the
+    store as PrefixStore does here, with any bytes for values."""
+    server, port = open_store()
+    stores = [OwnNumbers(connect_store(port)) for _ in range(2)]
+    for number in range(3):
+        ranks = [
+            dist.PrefixStore(f"CUDASymmetricMemory/{first + number}", store)
+            for first, store in zip((7, 0), stores, strict=True)
+        ]
+        values = [bytes([number, 0xFF, rank]) for rank in range(2)]
+        for rank, store in enumerate(ranks):
+            store.set(str(rank), values[rank])
+        for rank, store in enumerate(ranks):
+            store.wait([str(1 - rank)], timedelta(seconds=10))
+            assert store.get(str(1 - rank)) == values[1 - rank]
+            assert store.multi_get(["0", "1"]) == values
+            assert store.add("count", 1) == rank + 1
+    del server

@@ -5,6 +5,7 @@ instead of 14.2, 256 rows 13.4 instead of 38.2. Never uses NVLink multicast.
 """
 
 import threading
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,35 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 MAX_BYTES = 8 << 20  # 512 rows of 8,192 in bfloat16; NCCL is as good from there on
 ONE_SHOT_BYTES = 64 << 10  # up to here every rank reads all of it, above only its share, twice
+
+
+class OwnNumbers(dist.Store):
+    """The store as torch sees it while the ranks exchange their memory. torch numbers these
+    exchanges by process, in keys "what/number/...": with rank 0's second engine its process is at
+    another number than the new process of rank 1, and they would wait for each other. Here they
+    are numbered from 0."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._own(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._own(key), value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def _own(self, key: str) -> str:
+        what, number, *rest = key.split("/")
+        first = self._first.setdefault(what, int(number))
+        return "/".join(["symmetric", what, str(int(number) - first), *rest])
 
 
 class SymmetricAllReduce:
@@ -23,7 +53,8 @@ class SymmetricAllReduce:
         """Collective. `name` must be new in this process. Raises what torch raises where the GPUs
         or torch cannot do it."""
         self.name, self.rank, self.size, self.device = name, rank, size, device
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("symmetric", store))
+        store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
+        _SymmetricMemory.set_group_info(name, rank, size, store)
         size_and_stride = (MAX_BYTES // 4,), (1,)
         buffer = _SymmetricMemory.empty_strided_p2p(*size_and_stride, torch.float32, device)
         self.handle = _SymmetricMemory.rendezvous(buffer, name)
@@ -31,7 +62,9 @@ class SymmetricAllReduce:
         # For release: signal[i][...] is where rank i waits for the others' signals.
         count = self.handle.signal_pad_size // 4
         self.signals = [self.handle.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
-        self._stream = torch.cuda.Stream(device)
+        # Of high priority: streams of one priority may share a queue of the GPU, where what comes
+        # second waits for the first.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         torch.ones_like(self.signals[rank]).fill_(0)  # loads the kernel that release needs
         self._released = threading.Event()
 
