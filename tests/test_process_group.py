@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
-from nanovllm.utils.symmetric_memory import OwnNumbers
+from nanovllm.utils.symmetric_memory import OwnNumbers, signals_to_set
 
 
 class NcclAsLocksGo:
@@ -66,3 +66,46 @@ def test_exchanges_of_memory_are_numbered_from_0() -> None:
             assert store.multi_get(["0", "1"]) == values
             assert store.add("count", 1) == rank + 1
     del server
+
+
+class BlockAtBarriers:
+    """One block of a kernel of `rank` that comes from barrier to barrier: sync_remote_blocks of
+    torch's CUDASymmetricMemory-inl.h, which has a thread for each rank."""
+
+    def __init__(self, pads: list[torch.Tensor], rank: int, block: int) -> None:
+        size = self.size = len(pads)
+        # What thread i sets when it is 0, and what it then takes when it is 1.
+        self.signals = [
+            (pads[i][block * size + rank :], pads[rank][block * size + i :]) for i in range(size)
+        ]
+        self.done = [0] * size  # by thread: 1 when it has set, 2 when it has taken
+        self.num_passed = 0
+
+    def run(self) -> None:
+        """Until every thread waits."""
+        moves = True
+        while moves:
+            moves = False
+            for i, done in enumerate(self.done):
+                if done < 2 and self.signals[i][done][0] == done:
+                    self.signals[i][done][0] = 1 - done
+                    self.done[i] += 1
+                    moves = True
+            if min(self.done) == 2:
+                self.num_passed += 1
+                self.done = [0] * self.size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_that_wait_for_a_dead_rank_are_let_go(size: int) -> None:
+    """Each time by one barrier at least, whatever the dead ranks have left in the signals."""
+    for rank in range(size):
+        pads = [torch.randint(2, (4 * size,), dtype=torch.int32) for _ in range(size)]
+        pads[rank].view(-1, size)[:, rank] = 0  # that from itself nobody else touches
+        blocks = [BlockAtBarriers(pads, rank, block) for block in range(4)]
+        for times in range(1, 20):
+            for signals, value in signals_to_set(pads, rank):
+                signals.fill_(value)
+            for block in blocks:
+                block.run()
+                assert block.num_passed >= times
