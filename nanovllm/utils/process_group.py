@@ -71,8 +71,7 @@ class ProcessGroup:
         self._starting = threading.Lock()  # held while an exchange is given to torch
         self._is_aborted = False
         if device.type == "cuda":
-            # A GPU that cannot be used must show before the others go on: they would wait for this
-            # rank inside NCCL, where nothing can interrupt them.
+            # A GPU that cannot be used must show now: inside NCCL nothing can interrupt the others.
             torch.zeros(1, device=device)
         store.set(f"rank {rank}", "")
         store.wait([f"rank {i}" for i in range(size)], NO_LIMIT)
@@ -148,9 +147,9 @@ class ProcessGroup:
             self._is_aborted = True
             if symmetric is not None:
                 symmetric.release()
-            # The abort does not end before the CUDA graphs with exchanges are gone. Until then who
-            # starts an exchange waits inside torch, so nobody who has the graphs may: from here on
-            # `_exchange` raises. One who started before may be let out by the abort alone.
+            # This does not end before the CUDA graphs with exchanges are gone, and who starts an
+            # exchange meanwhile waits for its end: so from here on `_exchange` raises. Who is in it
+            # already and waits for the GPU needs the abort to get out.
             if self._starting.acquire(timeout=1):
                 self._starting.release()
             backend.abort()

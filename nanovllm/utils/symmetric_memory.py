@@ -16,10 +16,9 @@ ONE_SHOT_BYTES = 64 << 10  # up to here every rank reads all of it, above only i
 
 
 class OwnNumbers(dist.Store):
-    """The store as torch sees it while the ranks exchange their memory. torch numbers these
-    exchanges by process, in keys "what/number/...": with rank 0's second engine its process is at
-    another number than the new process of rank 1, and they would wait for each other. Here they
-    are numbered from 0."""
+    """The store as torch sees it while ranks exchange their memory. torch numbers that by process,
+    in keys "what/number/...": rank 0's second engine would be at another number than its new rank
+    1, and both would wait. Here the numbers begin at 0."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -52,18 +51,16 @@ class SymmetricAllReduce:
     ) -> None:
         """Collective, and another exchange in the current stream must follow before the first sum.
         `name` must be new in this process. Raises what torch raises where it or the GPUs cannot."""
-        self.name, self.rank, self.size, self.device = name, rank, size, device
+        self.name, self.size, self.device = name, size, device
         store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
         _SymmetricMemory.set_group_info(name, rank, size, store)
-        size_and_stride = (MAX_BYTES // 4,), (1,)
-        buffer = _SymmetricMemory.empty_strided_p2p(*size_and_stride, torch.float32, device)
+        buffer = _SymmetricMemory.empty_strided_p2p((MAX_BYTES // 4,), (1,), torch.float32, device)
         self.handle = _SymmetricMemory.rendezvous(buffer, name)
         self.buffers = {torch.float32: buffer, torch.bfloat16: buffer.view(torch.bfloat16)}
         count = self.handle.signal_pad_size // (4 * size) * size
         pads = [self.handle.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
         self._signals = signals_to_set(pads, rank)
-        # Of high priority: streams of one priority may share a queue of the GPU, where what comes
-        # second waits for the first.
+        # Of high priority: streams of the same one may share a queue, and this must overtake.
         self._stream = torch.cuda.Stream(device, priority=-1)
         for signals, _ in self._signals:
             signals.fill_(0)  # as they are; this loads the kernel that release needs
