@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.workers import Workers
+from nanovllm.utils.process_group import ProcessGroup
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +61,26 @@ def test_killed_as_soon_as_it_is_started(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Workers, "join_group", join)
     assert "rank 1" in (message := message_of_end(lambda: start(folder)))
     assert "was killed by SIGKILL" in message
+    assert remains() == before
+
+
+def test_killed_while_the_ranks_connect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs rank 0 then waits for it in the midst of that: what the watch aborts."""
+    before = remains()
+    join_group, aborted = Workers.join_group, threading.Event()
+
+    def join(self: Workers, *args: Any) -> Any:
+        def connect(*_: Any) -> None:
+            os.kill(self._processes[0].pid, signal.SIGKILL)
+            assert aborted.wait(30), "nobody let rank 0 go"
+
+        monkeypatch.setattr(ProcessGroup, "connect", connect)
+        return join_group(self, *args)
+
+    monkeypatch.setattr(Workers, "join_group", join)
+    monkeypatch.setattr(ProcessGroup, "abort", lambda _: aborted.set())
+    message = message_of_end(lambda: start(folder))
+    assert "rank 1" in message and "was killed by SIGKILL" in message
     assert remains() == before
 
 

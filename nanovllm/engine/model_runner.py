@@ -269,7 +269,8 @@ class ModelRunner:
         self.model = self.kv_cache = self.sampled = None
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Not the whole device: what frees it from a lost rank goes on in a stream of its own.
+            torch.cuda.current_stream(self.device).synchronize()
         if self.tp.group is not None:
             self.tp.group.close()
         if self.device.type == "cuda":

@@ -106,10 +106,12 @@ class Workers:
     def join_group(self, device: torch.device) -> TensorParallel:
         """Meet the workers; rank 0's place among them."""
         # By a connection of its own: dropping the server frees whoever waits in it.
-        group = ProcessGroup(connect_store(self._port), 0, self.size, device)
+        store = connect_store(self._port)
+        group = ProcessGroup(store, 0, self.size, device)
         with self._changed:
-            self.group = group
+            self.group = group  # before it connects, so that the watch can abort that
             self.check()
+        group.connect(store)
         return TensorParallel(0, self.size, group)
 
     def wait_until_ready(self) -> None:
@@ -220,7 +222,9 @@ def work(job: Job, num_threads: int, pipe: Connection) -> None:
         torch.set_num_threads(num_threads)
         size = job.config.tensor_parallel_size
         device = resolve_device(job.config.device, job.rank, size)
-        group = ProcessGroup(connect_store(job.port), job.rank, size, device)
+        store = connect_store(job.port)
+        group = ProcessGroup(store, job.rank, size, device)
+        group.connect(store)
         tp = TensorParallel(job.rank, size, group)
         runner = ModelRunner(job.config, job.model_config, job.eos_token_ids, tp)
         pipe.send(Report(time.monotonic(), None))

@@ -221,8 +221,10 @@ class Equivalences:
             raise NotRun(f"{size} GPUs are needed, there are {torch.cuda.device_count()}")
         if self.device.type == "cpu" and size not in self.tp_sizes:
             raise NotRun(f"on the CPU only with --tp {size}")
+        # Without graphs: see run_forced.
+        settings = {"tensor_parallel_size": size, "enforce_eager": True}
         try:
-            return self._other_engine(self.paths, tensor_parallel_size=size).logits, self.plain
+            return self._other_engine(self.paths, **settings).logits, self.plain
         except ValueError as error:  # the model cannot be split so, or not at all here
             raise NotRun(str(error)) from error
 

@@ -33,7 +33,8 @@ class Run(NamedTuple):
 
 def run_forced(llm: LLM, paths: list[TokenPath], cold: bool = True) -> Run:
     """Add all paths at once and step until they are done. cold: forget all stored prefixes first.
-    The engine must have nothing else to do."""
+    The engine must have nothing else to do. With several ranks it must have no graphs: their
+    logits are computed again here, by rank 0 alone, and the others would not take part."""
     runner = llm.model_runner
     run, run_model, replay = runner.run, runner.run_model, runner._replay
     seen: dict[tuple[int, int], torch.Tensor] = {}  # (seq_id, length) -> logits of the next token

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -63,10 +64,15 @@ class ProcessGroup:
     the CUDA graph that is being captured."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        """Returns when all ranks have come. Raises RuntimeError if the store goes away."""
+        """Returns when all ranks have come. Raises RuntimeError if the store goes away. From here
+        on a lost peer can be answered by `abort`; to be of use it needs `connect`."""
         self.rank, self.size, self.device = rank, size, device
         self.symmetric: SymmetricAllReduce | None = None
+        self._starting = threading.Lock()  # held while an exchange is given to torch
         self._is_aborted = False
+        if device.type == "cuda":
+            # A GPU that cannot be used must show now: inside NCCL nothing can interrupt the others.
+            torch.zeros(1, device=device)
         store.set(f"rank {rank}", "")
         store.wait([f"rank {i}" for i in range(size)], NO_LIMIT)
         if device.type == "cpu":
@@ -76,13 +82,21 @@ class ProcessGroup:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCALHOST)]
             self.backend = dist.ProcessGroupGloo(store, rank, size, options)
             return
-        if rank == 0:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = NO_LIMIT  # it heeds no exchange's own
+        with _environment(GPU_ENVIRONMENT):
+            self.backend = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def connect(self, store: dist.Store) -> None:
+        """Once, with the same store, before the first exchange. On a GPU it takes the memory that
+        connections need, so that what is measured afterwards is free."""
+        if self.device.type == "cpu":
+            return
+        if self.rank == 0:
             store.set("name", f"nanovllm-{uuid4().hex}")
         name = store.get("name").decode()
         with _environment(GPU_ENVIRONMENT):
-            options = dist.ProcessGroupNCCL.Options()
-            self.backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            self.least(0)  # connects, so that the memory this takes is there from the start
+            self.least(0)
             self.symmetric = self._symmetric_all_reduce(store, name)
 
     def _symmetric_all_reduce(self, store: dist.Store, name: str) -> SymmetricAllReduce | None:
@@ -100,7 +114,7 @@ class ProcessGroup:
         """The sum of all ranks' x, on each; `x` is overwritten."""
         if self.symmetric is not None and self.symmetric.serves(x):
             return self.symmetric.all_reduce(x)
-        self._finish(self.backend.allreduce([x], _limitless(dist.AllreduceOptions())))
+        self._exchange(self.backend.allreduce, [x], _limitless(dist.AllreduceOptions()))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -108,21 +122,21 @@ class ProcessGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         options = _limitless(dist.GatherOptions())
         options.rootRank = 0
-        self._finish(self.backend.gather([parts] if parts else [], [x], options))
+        self._exchange(self.backend.gather, [parts] if parts else [], [x], options)
         return torch.cat(parts, dim=-1) if parts else None
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Write rank 0's x, contiguous, into every rank's."""
         options = _limitless(dist.BroadcastOptions())
         options.rootRank = 0
-        self._finish(self.backend.broadcast([x], options))
+        self._exchange(self.backend.broadcast, [x], options)
 
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers, on each. Waits for the GPU."""
         x = torch.tensor([number], dtype=torch.int64, device=self.device)
         options = _limitless(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
-        self._finish(self.backend.allreduce([x], options))
+        self._exchange(self.backend.allreduce, [x], options)
         return int(x)
 
     def abort(self) -> None:
@@ -133,7 +147,12 @@ class ProcessGroup:
             self._is_aborted = True
             if symmetric is not None:
                 symmetric.release()
-            backend.abort()  # may not return before the CUDA graphs with its exchanges are gone
+            # This does not end before the CUDA graphs with exchanges are gone, and who starts an
+            # exchange meanwhile waits for its end: so from here on `_exchange` raises. Who is in it
+            # already and waits for the GPU needs the abort to get out.
+            if self._starting.acquire(timeout=1):
+                self._starting.release()
+            backend.abort()
 
     def close(self) -> None:
         """End this rank's part, when no exchange is running; for a second time too. The peers may
@@ -144,9 +163,13 @@ class ProcessGroup:
             self.backend.abort()  # unlike a shutdown it waits for nobody
         self.symmetric = self.backend = None
 
-    @staticmethod
-    def _finish(work: dist.Work | None) -> None:
-        """On CPU wait for it; on a GPU let the current stream wait."""
+    def _exchange(self, start: Callable[..., dist.Work | None], *args: Any) -> None:
+        """On CPU wait for it; on a GPU let the current stream wait. Raises RuntimeError if it fails
+        or a peer is lost."""
+        with self._starting:
+            if self._is_aborted:
+                raise RuntimeError("another rank is lost")
+            work = start(*args)
         if work is not None:
             work.wait()
 

@@ -5,6 +5,7 @@ instead of 14.2, 256 rows 13.4 instead of 38.2. Never uses NVLink multicast.
 """
 
 import threading
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,25 +15,55 @@ MAX_BYTES = 8 << 20  # 512 rows of 8,192 in bfloat16; NCCL is as good from there
 ONE_SHOT_BYTES = 64 << 10  # up to here every rank reads all of it, above only its share, twice
 
 
+class OwnNumbers(dist.Store):
+    """The store as torch sees it while ranks exchange their memory. torch numbers that by process,
+    in keys "what/number/...": rank 0's second engine would be at another number than its new rank
+    1, and both would wait. Here the numbers begin at 0."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._own(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._own(key), value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def _own(self, key: str) -> str:
+        what, number, *rest = key.split("/")
+        first = self._first.setdefault(what, int(number))
+        return "/".join(["symmetric", what, str(int(number) - first), *rest])
+
+
 class SymmetricAllReduce:
     """A buffer that every rank's GPU can read; sums are formed from the ranks' buffers."""
 
     def __init__(
         self, store: dist.Store, name: str, rank: int, size: int, device: torch.device
     ) -> None:
-        """Collective. `name` must be new in this process. Raises what torch raises where the GPUs
-        or torch cannot do it."""
-        self.name, self.rank, self.size, self.device = name, rank, size, device
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("symmetric", store))
-        size_and_stride = (MAX_BYTES // 4,), (1,)
-        buffer = _SymmetricMemory.empty_strided_p2p(*size_and_stride, torch.float32, device)
+        """Collective, and another exchange in the current stream must follow before the first sum.
+        `name` must be new in this process. Raises what torch raises where it or the GPUs cannot."""
+        self.name, self.size, self.device = name, size, device
+        store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
+        _SymmetricMemory.set_group_info(name, rank, size, store)
+        buffer = _SymmetricMemory.empty_strided_p2p((MAX_BYTES // 4,), (1,), torch.float32, device)
         self.handle = _SymmetricMemory.rendezvous(buffer, name)
         self.buffers = {torch.float32: buffer, torch.bfloat16: buffer.view(torch.bfloat16)}
-        # For release: signal[i][...] is where rank i waits for the others' signals.
-        count = self.handle.signal_pad_size // 4
-        self.signals = [self.handle.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
-        self._stream = torch.cuda.Stream(device)
-        torch.ones_like(self.signals[rank]).fill_(0)  # loads the kernel that release needs
+        count = self.handle.signal_pad_size // (4 * size) * size
+        pads = [self.handle.get_signal_pad(i, (count,), torch.int32) for i in range(size)]
+        self._signals = signals_to_set(pads, rank)
+        # Of high priority: streams of the same one may share a queue, and this must overtake.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        for signals, _ in self._signals:
+            signals.fill_(0)  # as they are; this loads the kernel that release needs
         self._released = threading.Event()
 
     def serves(self, x: torch.Tensor) -> bool:
@@ -55,20 +86,28 @@ class SymmetricAllReduce:
 
     def release(self) -> None:
         """Let sums that wait for a dead rank go on, with garbage, until `close`; from any thread.
-
-        A kernel sets signals of its peers, once they are 0, and waits until its own are 1. So the
-        peers' are kept at 0 and its own at 1; the memory of a dead process stays while it is mapped
-        here.
-        """
+        The memory of a dead process stays while it is mapped here."""
         threading.Thread(target=self._release, name="nanovllm-release", daemon=True).start()
 
     def _release(self) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             while not self._released.wait(0.001):
-                for rank, signals in enumerate(self.signals):
-                    signals.fill_(rank == self.rank)
+                for signals, value in self._signals:
+                    signals.fill_(value)
                 self._stream.synchronize()
 
     def close(self) -> None:
         """End what `release` began."""
         self._released.set()
+
+
+def signals_to_set(pads: list[torch.Tensor], rank: int) -> list[tuple[torch.Tensor, int]]:
+    """What lets a kernel of `rank` pass a barrier that nobody else comes to, once: (signals, value)
+    pairs. pads[i]: rank i's signals, for each block of the kernel one from each rank.
+
+    At a barrier a block sets its signal on every rank, its own as well, when it finds it at 0, and
+    takes back to 0 those on its own rank, when it finds them at 1. So its signals on the others
+    are set to 0 and theirs here to 1; that from itself must be left to it."""
+    signals = [pad.view(-1, len(pads)) for pad in pads]
+    others = [i for i in range(len(pads)) if i != rank]
+    return [(signals[i][:, rank], 0) for i in others] + [(signals[rank][:, i], 1) for i in others]
