@@ -164,12 +164,22 @@ def test_lower_packages_never_import_upper_ones(lower: str, uppers: tuple[str, .
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        # The latter compares the engine with transformers' own model.
-        ("transformers", {"nanovllm.utils.hf", "nanovllm.tools.equivalences"}),
+        # The tools compare the engine with transformers' own model, and make one of random weights.
+        (
+            "transformers",
+            {
+                "nanovllm.utils.hf",
+                "nanovllm.tools.equivalences",
+                "nanovllm.tools.dummy_model",
+            },
+        ),
         ("flash_attn", {"nanovllm.layers.attention"}),
         ("triton", {f"nanovllm.layers.{name}" for name in KERNELS}),
         # The former reads the dtype of a folder whose config.json does not tell.
-        ("safetensors", {"nanovllm.utils.hf", "nanovllm.utils.loader"}),
+        (
+            "safetensors",
+            {"nanovllm.utils.hf", "nanovllm.utils.loader", "nanovllm.tools.dummy_model"},
+        ),
         ("xxhash", {"nanovllm.engine.block_manager"}),
     ],
 )

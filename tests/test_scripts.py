@@ -17,6 +17,8 @@ from checkpoints import TINY_QWEN3, TQ, make_checkpoint, reference_greedy, refer
 from safetensors.torch import load_file
 
 from nanovllm import LLM
+from nanovllm.tools import dummy_model
+from nanovllm.tools.dummy_model import dummy_config, dummy_tensors, write_dummy
 from nanovllm.utils.hf import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,23 +185,23 @@ def test_impossible_loads_are_refused(flags: str, bench: ModuleType) -> None:
         ("qwen3-32b", 32_762_123_264),
     ],
 )
-def test_dummy_shapes(name: str, num_parameters: int, bench: ModuleType) -> None:
+def test_dummy_shapes(name: str, num_parameters: int) -> None:
     """The numbers of parameters that these models really have."""
-    shapes = bench.dummy_tensors(bench.dummy_config(name)).values()
+    shapes = dummy_tensors(dummy_config(name)).values()
     assert sum(map(prod, shapes)) == num_parameters
 
 
 @pytest.fixture
-def small_dummy(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def small_dummy(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """An untied config.json like the real ones, but of TQ's shape, to be cut into many shards."""
-    monkeypatch.setattr(bench, "SHARD_BYTES", 40_000)
-    return bench.dummy_config("qwen3-8b") | TQ
+    monkeypatch.setattr(dummy_model, "SHARD_BYTES", 40_000)
+    return dummy_config("qwen3-8b") | TQ
 
 
-def test_dummy_checkpoint(tmp_path: Path, bench: ModuleType, small_dummy: dict) -> None:
+def test_dummy_checkpoint(tmp_path: Path, small_dummy: dict[str, object]) -> None:
     """What is written is a complete sharded checkpoint, the same each time, and is used again."""
     for folder in (tmp_path / "a", tmp_path / "b"):
-        bench.write_dummy(folder, small_dummy)
+        write_dummy(folder, small_dummy, tokenizer=TINY_QWEN3)
     shards = sorted(tmp_path.glob("a/*.safetensors"))
     stored: dict[str, torch.Tensor] = {}
     for shard in shards:
@@ -216,10 +218,11 @@ def test_dummy_checkpoint(tmp_path: Path, bench: ModuleType, small_dummy: dict) 
         assert len(llm.generate([[1, 2]], use_tqdm=False)[0]["token_ids"]) > 0
 
     before = shards[0].stat().st_mtime_ns
-    bench.write_dummy(tmp_path / "a", small_dummy)
+    write_dummy(tmp_path / "a", small_dummy, tokenizer=TINY_QWEN3)
     assert shards[0].stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="neither empty nor this dummy model"):
-        bench.write_dummy(tmp_path / "a", small_dummy | {"rope_theta": 12345.0})
+        other = small_dummy | {"rope_theta": 12345.0}
+        write_dummy(tmp_path / "a", other, tokenizer=TINY_QWEN3)
 
 
 def test_dummy_folder_is_temporary(
