@@ -133,7 +133,7 @@ def _gumbel(bits):
     return -tl.log(tl.where(u < 0.01, series, -tl.log(1 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])  # compiled once for batches of any size
 def _gumbel_argmax_kernel(
     logits_ptr,
     logits_stride,
@@ -186,7 +186,7 @@ def _gumbel_argmax_kernel(
     tl.store(index_ptr + row * num_splits + split, first_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _pick_kernel(
     value_ptr,
     index_ptr,
@@ -222,7 +222,8 @@ def sample_triton(
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
     # Each program takes whole BLOCKs.
-    num_splits = min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, BLOCK))
+    most_splits = triton.cdiv(vocab_size, BLOCK)
+    num_splits = min(triton.cdiv(PROGRAMS, num_rows), most_splits)
     per_split = triton.cdiv(triton.cdiv(vocab_size, num_splits), BLOCK) * BLOCK
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
@@ -252,7 +253,7 @@ def sample_triton(
         next_ids,
         context_lens,
         ADVANCE=advance is not None,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=triton.next_power_of_2(most_splits),
         num_warps=1,
     )
     return token_ids
