@@ -169,12 +169,13 @@ def _gumbel_argmax_kernel(
     for start in range(first, min(first + per_split, vocab_size), BLOCK):
         counter = (start // 4 + quads).to(tl.uint32)
         zero = counter * 0
-        numbers = tl.philox(seed, counter, zero + position, zero, zero)
+        n0, n1, n2, n3 = tl.philox(seed, counter, zero + position, zero, zero)
         for j in tl.static_range(4):  # number j of call i is candidate j Q + i of the block
             ids = start + j * (BLOCK // 4) + quads
             x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
             x = x.to(tl.float32)
-            value = tl.where(greedy, x, x * inverse + _gumbel(numbers[j]))
+            number = n0 if j == 0 else n1 if j == 1 else n2 if j == 2 else n3
+            value = tl.where(greedy, x, x * inverse + _gumbel(number))
             value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
             better = value > best_value  # strictly: of equal ones the first stays
             best_index = tl.where(better, ids, best_index)
