@@ -73,6 +73,16 @@ def test_all_kernels_compile(kernels: list[tuple[Path, dict[str, Any]]], gpu: in
     assert {about["target"]["arch"] for _, about in kernels} == {gpu}
 
 
+def test_one_compilation_of_the_sampler_serves_batches_of_any_size(
+    kernels: list[tuple[Path, dict[str, Any]]],
+) -> None:
+    """Each would cost half a second of every cold start."""
+    names = [path.name for path, _ in kernels]
+    dtypes = names.count("_silu_and_mul_kernel")  # compiled once in each
+    assert names.count("_gumbel_argmax_kernel") == 2 * dtypes  # with a filter and without
+    assert names.count("_pick_kernel") <= 3  # after a decode, after a prefill
+
+
 def test_shared_memory_suffices(kernels: list[tuple[Path, dict[str, Any]]], gpu: int) -> None:
     """Else the launch fails, on that GPU only."""
     assert not [(path, n) for path, about in kernels if (n := about["shared"]) > GPUS[gpu] * 1024]
