@@ -54,7 +54,7 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compilers]:
 
 @pytest.fixture(scope="module", params=GPUS, ids=lambda gpu: f"sm_{gpu}")
 def gpu(request: pytest.FixtureRequest) -> int:
-    if request.param >= 100 and triton.__version__ < "3.3":
+    if request.param >= 100 and triton.__version__.startswith("3.2."):
         pytest.skip("this Triton does not know the GPU")
     return request.param
 
