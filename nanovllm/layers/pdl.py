@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may be set up while the one before it still runs.
 
-Hopper and later only; elsewhere, and in Triton's interpreter, all of this does nothing. A kernel
-that is launched so must call `pdl_wait` before it touches anything an earlier kernel wrote or
-reads: the wait returns when the earlier kernels have ended and their results can be seen.
+Hopper and later only, with Triton 3.5 and later; elsewhere, and in Triton's interpreter, all of
+this does nothing. A kernel that is launched so must call `pdl_wait` before it touches anything an
+earlier kernel wrote or reads: the wait returns when the earlier kernels have ended and their
+results can be seen.
 """
 
 import functools
@@ -10,6 +11,11 @@ import functools
 import torch
 import triton
 import triton.language as tl
+
+# Triton 3.4 has the two instructions as well, but fails to compile them.
+HAS_PDL = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 5)
+_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
+_wait = getattr(tl.extra.cuda, "gdc_wait", None)
 
 
 @functools.cache
@@ -19,18 +25,18 @@ def _is_hopper(device_index: int) -> bool:
 
 def use_pdl(x: torch.Tensor) -> bool:
     """Whether kernels on x's device may be launched with `launch_pdl=True`."""
-    return x.is_cuda and _is_hopper(x.device.index)
+    return HAS_PDL and x.is_cuda and _is_hopper(x.device.index)
 
 
 @triton.jit
 def pdl_launch(PDL: tl.constexpr):
     """Let the next kernel be set up now."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        _launch_dependents()
 
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Wait for the earlier kernels."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        _wait()

@@ -133,7 +133,7 @@ def _gumbel(bits):
     return -tl.log(tl.where(u < 0.01, series, -tl.log(1 - u)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])  # compiled once for batches of any size
 def _gumbel_argmax_kernel(
     logits_ptr,
     logits_stride,
@@ -169,12 +169,13 @@ def _gumbel_argmax_kernel(
     for start in range(first, min(first + per_split, vocab_size), BLOCK):
         counter = (start // 4 + quads).to(tl.uint32)
         zero = counter * 0
-        numbers = tl.philox(seed, counter, zero + position, zero, zero)
+        n0, n1, n2, n3 = tl.philox(seed, counter, zero + position, zero, zero)
         for j in tl.static_range(4):  # number j of call i is candidate j Q + i of the block
             ids = start + j * (BLOCK // 4) + quads
             x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
             x = x.to(tl.float32)
-            value = tl.where(greedy, x, x * inverse + _gumbel(numbers[j]))
+            number = n0 if j == 0 else n1 if j == 1 else n2 if j == 2 else n3
+            value = tl.where(greedy, x, x * inverse + _gumbel(number))
             value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
             better = value > best_value  # strictly: of equal ones the first stays
             best_index = tl.where(better, ids, best_index)
@@ -186,7 +187,7 @@ def _gumbel_argmax_kernel(
     tl.store(index_ptr + row * num_splits + split, first_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _pick_kernel(
     value_ptr,
     index_ptr,
@@ -222,7 +223,8 @@ def sample_triton(
     assert logits.stride(1) == 1
     thresholds = filter_thresholds(logits, inputs)
     # Each program takes whole BLOCKs.
-    num_splits = min(triton.cdiv(PROGRAMS, num_rows), triton.cdiv(vocab_size, BLOCK))
+    most_splits = triton.cdiv(vocab_size, BLOCK)
+    num_splits = min(triton.cdiv(PROGRAMS, num_rows), most_splits)
     per_split = triton.cdiv(triton.cdiv(vocab_size, num_splits), BLOCK) * BLOCK
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
@@ -252,7 +254,7 @@ def sample_triton(
         next_ids,
         context_lens,
         ADVANCE=advance is not None,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=triton.next_power_of_2(most_splits),
         num_warps=1,
     )
     return token_ids

@@ -1,0 +1,113 @@
+"""What an engine launches, compiled for a GPU that is not here and never run: a process of its own
+for test_compiled_kernels.py. Usage: compile_kernels.py CAPABILITY, such as 86.
+
+The compiled kernels are what Triton leaves in TRITON_CACHE_DIR. The model, the graphs and the
+sampler run as they are, on tensors that have a shape and no content."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from replaying import fake_capture
+from sampling import sampling_inputs
+from triton.backends.compiler import GPUTarget
+
+from nanovllm.engine import decode_graphs
+from nanovllm.layers.sampler_kernels import sample_triton
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.device import defaults
+from nanovllm.utils.hf import ModelConfig
+
+META = torch.device("meta")
+
+QWEN3_06B = ModelConfig(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=2,  # the first one, and one like all others
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    attention_bias=False,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+# As many query heads for a KV head as any Qwen3 has; sizes that are no powers of two.
+ODD = replace(
+    QWEN3_06B,
+    hidden_size=1000,
+    intermediate_size=1112,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=80,
+    attention_bias=True,
+    dtype="float16",
+)
+FLOAT32 = replace(QWEN3_06B, head_dim=64, dtype="float32")
+
+
+def stand_in(capability: int) -> None:
+    """Let Triton compile for that GPU and launch nothing; let META tensors pass for the GPU's."""
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        )
+    )
+    run = triton.runtime.JITFunction.run
+    triton.runtime.JITFunction.run = lambda self, *args, **kwargs: run(
+        self, *args, **{**kwargs, "warmup": True}
+    )
+    torch.Tensor.is_cuda = True
+    torch.cuda.get_device_capability = lambda device: divmod(capability, 10)
+
+
+def attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=META)
+
+
+def prefill(model: Qwen3ForCausalLM) -> torch.Tensor:
+    """2048 positions of 16 sequences: their logits."""
+    context = Context(is_prefill=True, slot_mapping=zeros(2048), cu_seqlens_q=zeros(17))
+    with use_context(context):
+        return model.compute_logits(model(zeros(2048), zeros(2048)))
+
+
+@torch.inference_mode()
+def compile_all(config: ModelConfig, block_size: int, batches: list[int], **filters: int) -> None:
+    """What the start of an engine launches, with decode graphs for these batches, and a prefill
+    whose requests use a filter."""
+    dtype = getattr(torch, config.dtype)
+    with defaults(META, dtype):
+        model = Qwen3ForCausalLM(config, attention)
+        cache = torch.empty(8, block_size, config.num_key_value_heads, config.head_dim)
+    prefill(model)  # the warm-up, before there is a pool
+    for layer in model.model.layers:
+        layer.self_attn.attn.k_cache = layer.self_attn.attn.v_cache = cache
+    decode_graphs.graph_batch_sizes = lambda max_num_seqs: batches
+    decode_graphs.DecodeGraphs(model, 512, 16, block_size, zeros(512))
+    sample_triton(prefill(model), sampling_inputs(16, META, **filters))
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    stand_in(capability)
+    fake_capture(pytest.MonkeyPatch())
+    # One row, and for several the three ways of decode attention to split contexts.
+    compile_all(QWEN3_06B, 256, [1, 16, 64], top_k=1, top_p=1, min_p=0)
+    if capability in (86, 90):
+        compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step
+        compile_all(FLOAT32, 256, [3], top_k=1)
