@@ -96,7 +96,7 @@ def test_the_threshold_keeps_what_sorting_keeps(
     logits = torch.cat((spread, neighbours, -neighbours))[:, torch.randperm(200)].to(device)
     filters = {
         "top_k": [1, 2, 3, 20, 200],
-        "top_p": [1.0, 0.9, 0.3, 0.999],
+        "top_p": [1.0, 0.99, 0.3],
         "min_p": [0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 1.0],
     }
     inputs = sampling_inputs(20, device, temperature, **filters)
@@ -105,6 +105,15 @@ def test_the_threshold_keeps_what_sorting_keeps(
     scaled = scaled / inputs.temperatures.clamp(1e-30, 1e30).unsqueeze(1)
     expected = sampler._filtered(scaled, inputs).isfinite()
     assert torch.equal(kept & logits.isfinite(), expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_min_p_between_two_neighbours(device: torch.device) -> None:
+    """Its bound is no bfloat16 number: the search for top_k's must not round it down to one."""
+    logits = torch.tensor([[1.0, 1 - 2**-8, -torch.inf]], device=device).bfloat16()
+    inputs = sampling_inputs(1, device, min_p=math.exp(-(2**-9)), top_k=2)
+    threshold = filter_kernels.filter_thresholds(logits, inputs).item()
+    assert 1 - 2**-8 < threshold <= 1
 
 
 @pytest.mark.usefixtures("small_blocks")
