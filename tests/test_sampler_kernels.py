@@ -68,6 +68,15 @@ def test_of_equal_logits_greedy_takes_the_first(
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_nan_is_no_candidate(device: torch.device) -> None:
+    """A graph's padding rows may be all NaN: an id comes out that there is."""
+    logits = torch.full((3, 150), torch.nan, device=device)
+    logits[1:, 77] = -5.0
+    tokens = kernels.sample_triton(logits, sampling_inputs(3, device, [1.0, 0.0, 1.0]))
+    assert tokens.tolist() == [0, 77, 77]
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_threshold_is_the_kth_largest_logit(dtype: torch.dtype, device: torch.device) -> None:
     """Of either sign, with equals, -0.0 and -inf: exactly what passes x >= threshold."""

@@ -70,7 +70,7 @@ def _largest_reached(
     low = start
     end = (_sort_key(best) >> LOWEST_BIT) + 1
     steps = 1 + tl.arange(0, PIVOTS).to(tl.uint32)[:, None]
-    while end - low > 1:
+    while low + 1 < end:
         step = tl.cdiv(end - low, PIVOTS + 1)
         pivots = _from_sort_key((low + step * steps) << LOWEST_BIT)
         weights = _weights(logits_ptr, vocab_size, pivots, best, scale, BLOCK)

@@ -109,8 +109,9 @@ def _gumbel_argmax_kernel(
             logits_ptr, vocab_size, block + lanes, seed, position, temperature, threshold, ON_GPU
         )
         score = tl.max(scores, axis=1)
-        best_block = tl.where(score > best, block, best_block)  # of equal ones the first stays
-        best = tl.maximum(best, score)
+        better = score > best  # of equal ones the first stays; NaN never is
+        best_block = tl.where(better, block, best_block)
+        best = tl.where(better, score, best)
     top = tl.max(best, axis=0)
     # Of equal ones the first call, and its first candidate: the lowest id, as argmax takes. Which
     # of the call's four it is costs least to find out by computing them again.
@@ -119,6 +120,7 @@ def _gumbel_argmax_kernel(
     scores = _scores(
         logits_ptr, vocab_size, call + one, seed, position, temperature, threshold, ON_GPU
     )
+    scores = tl.where(scores > float("-inf"), scores, float("-inf"))  # NaN neither
     tl.store(value_ptr + row * num_splits + split, top)
     tl.store(index_ptr + row * num_splits + split + one, call * 4 + tl.argmax(scores, axis=1))
 
