@@ -25,6 +25,7 @@ KERNELS = {
     "decode_attention",
     "decode_kernels",
     "few_rows",
+    "filter_kernels",
     "fused_kernels",
     "pdl",
     "sampler_kernels",

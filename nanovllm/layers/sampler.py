@@ -2,10 +2,10 @@
 
 Sampling is the Gumbel-max trick: argmax(logits / T + Gumbel noise) is a draw from
 softmax(logits / T) (Gumbel 1954), with no softmax, no cumulative sum and no sync with the host.
-The noise is not drawn from a stream: it is a function (Philox 4x32-10, Salmon et al. 2011) of the
+The noise is not drawn from a stream: it is a function (Philox 4x32-7, Salmon et al. 2011) of the
 request's seed, the position of the token and the candidate id. So a request's randomness does not
 depend on its row, its batch, or how it was chunked or preempted. `sample_torch` runs anywhere and
-is the reference; layers/sampler_kernels.py computes the same in two Triton kernels.
+is the reference; layers/sampler_kernels.py computes the same in Triton kernels.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,11 @@ import torch
 
 from nanovllm.layers import kernels
 
-NOISE_BLOCK = 4096  # candidates whose noise comes from one run of Philox counters
+PHILOX_ROUNDS = 7  # the fewest that pass BigCrush by that paper; 10 are customary
+# 32 random bits -> (0, 1). An ulp below 2^-32: bits that float32 rounds to 2^32 would become 1, and
+# the noise -inf. It would leave a candidate without rivals (top_k=1) no larger than those that were
+# filtered out.
+UNIT = 2.0**-32 - 2.0**-56
 MAX_TEMPERATURE = torch.finfo(torch.float32).max
 
 
@@ -89,35 +93,27 @@ def _filtered(scaled: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gumbel noise [N, vocab_size] float32 for seeds and positions [N] int64."""
-    # One Philox call gives four 32-bit numbers. Candidates come in blocks of 4 Q; call i of a block
-    # serves its candidates i, Q + i, 2 Q + i and 3 Q + i, so that a kernel reads them in order.
-    candidates, per_number = torch.arange(vocab_size, device=seeds.device), NOISE_BLOCK // 4
-    call = candidates // NOISE_BLOCK * per_number + candidates % per_number
-    number = candidates % NOISE_BLOCK // per_number
-    num_calls = min(-(-vocab_size // NOISE_BLOCK) * per_number, vocab_size)
-    counter = torch.arange(num_calls, device=seeds.device)
+    # One Philox call gives four 32-bit numbers, for four candidates in a row.
+    counter = torch.arange(-(-vocab_size // 4), device=seeds.device)
     bits = _philox(
         seeds.unsqueeze(1), counter.expand(len(seeds), -1), positions.long().unsqueeze(1)
     )
-    bits = bits.flatten(1)[:, call * 4 + number]
-    uniform = (bits.float() + 0.5) * 2.0**-32
-    # Kept below 1, to which it may round: noise of -inf would leave a candidate without rivals
-    # (top_k=1) no larger than those that were filtered out.
-    uniform.clamp_max_(1 - 2.0**-24)
+    bits = bits.flatten(1)[:, :vocab_size]
+    uniform = (bits.float() + 0.5) * UNIT
     # -log1p(-u) is an exponential variate with full precision near 0, where the largest noise
     # comes from.
     return -torch.log(-torch.log1p(-uniform))
 
 
 def _philox(seed: torch.Tensor, counter: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Philox 4x32-10 with key `seed` (64 bits) and counter (counter, position, 0, 0), all int64
+    """Philox 4x32 with key `seed` (64 bits) and counter (counter, position, 0, 0), all int64
     and broadcastable to [N, C] -> [N, C, 4] in [0, 2^32). The products wrap modulo 2^64, whose
     upper and lower halves are still right."""
     low = 0xFFFFFFFF
     c0, c1 = counter & low, (position & low).expand_as(counter)
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & low, (seed >> 32) & low
-    for _ in range(10):
+    for _ in range(PHILOX_ROUNDS):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((b >> 32) & low) ^ c1 ^ k0,

@@ -1,4 +1,4 @@
-"""Triton kernels of the sampler: filter thresholds, and Gumbel argmax over the raw logits.
+"""Triton kernels of the sampler: Gumbel argmax over the raw logits.
 
 They compute what `sample_torch` in layers/sampler.py does, with the same noise, reading the
 logits in the model's dtype without a sorted or a float copy. Needs triton to import.
@@ -7,130 +7,68 @@ logits in the model's dtype without a sorted or a float copy. Needs triton to im
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from nanovllm.layers.sampler import NOISE_BLOCK, SamplingInputs
+from nanovllm.layers import sampler
+from nanovllm.layers.filter_kernels import LOG2_E, filter_thresholds
+from nanovllm.layers.sampler import SamplingInputs
 
-BLOCK = NOISE_BLOCK
-PROGRAMS = 512  # of the second kernel, in all: about what fills a GPU
-
-
-@triton.jit
-def _sort_key(x):
-    """float32 -> uint32 whose unsigned order is the order of the numbers."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+BLOCK = 2048  # candidates at a time
+PROGRAMS = 1024  # of the first kernel, in all: about what fills a GPU
+ROUNDS = tl.constexpr(sampler.PHILOX_ROUNDS)
+UNIT = tl.constexpr(sampler.UNIT)
 
 
 @triton.jit
-def _from_sort_key(key):
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
-    return bits.to(tl.float32, bitcast=True)
+def _philox(seed, counter, position):
+    """counter [Q] -> four tensors [Q] of uint32, as `_philox` of layers/sampler.py computes them.
+    `tl.philox` takes the halves of each product apart, at the price of two multiplications."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = counter.to(tl.uint32), position.to(tl.uint32)
+    c2, c3 = c0 * 0, c0 * 0
+    for _ in tl.static_range(ROUNDS):
+        a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
-def _row_max(logits_ptr, vocab_size, BLOCK: tl.constexpr):
-    running = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        running = tl.maximum(running, x.to(tl.float32))
-    return tl.max(running, axis=0)
+def _log2(x, ON_GPU: tl.constexpr):
+    """One instruction on a GPU, where `tl.log2` is twenty. Its error is below 2^-22: absolute for x
+    in (0.5, 2), relative elsewhere. Triton's interpreter does not know it."""
+    if ON_GPU:
+        return libdevice.fast_log2f(x)
+    else:
+        return tl.log2(x)
 
 
 @triton.jit
-def _count_from(logits_ptr, vocab_size, key, BLOCK: tl.constexpr):
-    """How many of the row's logits have at least this sort key."""
-    count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        reaches = (_sort_key(x.to(tl.float32)) >= key) & (ids < vocab_size)
-        count += reaches.to(tl.int32)
-    return tl.sum(count, axis=0)
+def _log2_exponential(bits, ON_GPU: tl.constexpr):
+    """32 random bits -> log2(-log2(1 - u)), u = (bits + 0.5) * UNIT: but for its sign, its unit and
+    a constant the noise that `gumbel_noise` computes."""
+    n = bits.to(tl.float32)
+    exponential = -_log2(1 - n * UNIT, ON_GPU)
+    # Where u < 2^-7 this is close to 0, and the error of `_log2` large beside it; there the series
+    # log2(e) (u + u^2 / 2 + ...) will do. At the seam both are good to 2^-15.
+    small = n * (n * (LOG2_E * 2.0**-65) + LOG2_E * 2.0**-32) + LOG2_E * 2.0**-33
+    return _log2(tl.where(n < 2.0**25, small, exponential), ON_GPU)
 
 
 @triton.jit
-def _mass_from(logits_ptr, vocab_size, key, floor, best, temperature, BLOCK: tl.constexpr):
-    """sum of exp((x - best) / temperature) over the row's logits x that have at least this sort key
-    and reach `floor`."""
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-        x = x.to(tl.float32)
-        reaches = (_sort_key(x) >= key) & (x >= floor)
-        mass += tl.where(reaches, tl.exp((x - best) / temperature), 0.0)
-    return tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _threshold_kernel(
-    logits_ptr,
-    logits_stride,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    threshold_ptr,
-    vocab_size,
-    LOWEST_BIT: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_MIN: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _scores(
+    logits_ptr, vocab_size, calls, seed, position, temperature, threshold, ON_GPU: tl.constexpr
 ):
-    """One program per row: the logit that a candidate must reach to pass min_p, top_k and top_p.
-
-    The k-th largest logit is the largest t that at least k candidates reach; it is found bit by
-    bit from the top, each bit with one pass over the row (which stays in L2). A bfloat16 logit
-    has only 16 bits to find. top_p is the same search with probabilities instead of a count.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * logits_stride
-    temperature = tl.load(temperature_ptr + row)
-    best = _row_max(logits_ptr, vocab_size, BLOCK)
-    threshold = tl.full((), float("-inf"), tl.float32)
-    if HAS_MIN:
-        min_p = tl.load(min_p_ptr + row)
-        if min_p > 0:
-            threshold = best + temperature * tl.log(min_p)
-    if HAS_K:
-        top_k = tl.load(top_k_ptr + row)
-        if top_k < vocab_size:
-            key = tl.zeros((), tl.uint32)
-            bit = tl.full((), 0x80000000, tl.uint32)
-            for _ in range(32 - LOWEST_BIT):
-                if _count_from(logits_ptr, vocab_size, key | bit, BLOCK) >= top_k:
-                    key = key | bit
-                bit >>= 1
-            threshold = tl.maximum(threshold, _from_sort_key(key))
-    if HAS_P:
-        top_p = tl.load(top_p_ptr + row)
-        if (top_p < 1) & (temperature > 0):
-            key = tl.zeros((), tl.uint32)
-            mass = _mass_from(logits_ptr, vocab_size, key, threshold, best, temperature, BLOCK)
-            wanted = tl.maximum(mass * top_p, 1e-30)  # a top_p that rounds to 0 keeps the best
-            bit = tl.full((), 0x80000000, tl.uint32)
-            for _ in range(32 - LOWEST_BIT):
-                above = _mass_from(
-                    logits_ptr, vocab_size, key | bit, threshold, best, temperature, BLOCK
-                )
-                if above >= wanted:
-                    key = key | bit
-                bit >>= 1
-            threshold = tl.maximum(threshold, _from_sort_key(key))
-    # Rounding in min_p's log must not leave out the best candidate itself.
-    tl.store(threshold_ptr + row, tl.minimum(threshold, best))
-
-
-@triton.jit
-def _gumbel(bits):
-    """32 random bits -> Gumbel noise, as `gumbel_noise` computes it."""
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    u = tl.minimum(u, 0.99999994)  # 1 - 2^-24
-    # The hardware's log is poor near 1, so -log(1 - u) is a series where u is small.
-    series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
-    return -tl.log(tl.where(u < 0.01, series, -tl.log(1 - u)))
+    """logit + temperature * noise of the four candidates of each Philox call: calls [Q] -> [Q, 4].
+    Said like this a temperature of 0 is greedy, and a tiny one makes nothing overflow."""
+    ids = calls[:, None] * 4 + tl.arange(0, 4)[None, :]
+    x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    if threshold is not None:
+        x = tl.where(x >= threshold, x, float("-inf"))
+    a, b, c, d = _philox(seed, calls, position)
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), ids.shape)  # a b c d of each call
+    return x - temperature / LOG2_E * _log2_exponential(bits, ON_GPU)
 
 
 @triton.jit(do_not_specialize=["num_splits"])  # compiled once for batches of any size
@@ -146,45 +84,45 @@ def _gumbel_argmax_kernel(
     vocab_size,
     num_splits,
     per_split,
-    HAS_THRESHOLD: tl.constexpr,
+    ON_GPU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, split): the largest logit / T + noise of its part of the row, and where."""
+    """Program (row, split): the largest score of its part of the row, and where. No thresholds:
+    nobody filters."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits_ptr += row * logits_stride
-    temperature = tl.load(temperature_ptr + row)
-    greedy = temperature == 0
-    inverse = 1 / tl.maximum(temperature, 1e-20)  # x * inverse must stay finite
+    temperature = tl.minimum(tl.load(temperature_ptr + row), 1e30)  # temperature * noise is finite
     seed = tl.load(seed_ptr + row)
-    position = tl.load(position_ptr + row).to(tl.uint32)
-    threshold = tl.full((), float("-inf"), tl.float32)
-    if HAS_THRESHOLD:
+    position = tl.load(position_ptr + row)
+    threshold = None
+    if threshold_ptr is not None:
         threshold = tl.load(threshold_ptr + row)
-    quads = tl.arange(0, BLOCK // 4)
-    # The best of each lane, over the blocks; reduced once at the end.
-    best_value = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
-    best_index = quads * 0
+    lanes = tl.arange(0, BLOCK // 4)
+    # The best score of each lane, and the first Philox call of the block it came from.
+    best = tl.full((BLOCK // 4,), float("-inf"), tl.float32)
+    best_block = lanes * 0
     first = split * per_split
     for start in range(first, min(first + per_split, vocab_size), BLOCK):
-        counter = (start // 4 + quads).to(tl.uint32)
-        zero = counter * 0
-        n0, n1, n2, n3 = tl.philox(seed, counter, zero + position, zero, zero)
-        for j in tl.static_range(4):  # number j of call i is candidate j Q + i of the block
-            ids = start + j * (BLOCK // 4) + quads
-            x = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=float("-inf"))
-            x = x.to(tl.float32)
-            number = n0 if j == 0 else n1 if j == 1 else n2 if j == 2 else n3
-            value = tl.where(greedy, x, x * inverse + _gumbel(number))
-            value = tl.where((x >= threshold) & (x > float("-inf")), value, float("-inf"))
-            better = value > best_value  # strictly: of equal ones the first stays
-            best_index = tl.where(better, ids, best_index)
-            best_value = tl.where(better, value, best_value)
-    top = tl.max(best_value, axis=0)
-    # The lowest id among equal ones, as argmax takes.
-    first_id = tl.min(tl.where(best_value == top, best_index, 0x7FFFFFFF), axis=0)
+        block = start // 4
+        scores = _scores(
+            logits_ptr, vocab_size, block + lanes, seed, position, temperature, threshold, ON_GPU
+        )
+        score = tl.max(scores, axis=1)
+        better = score > best  # of equal ones the first stays; NaN never is
+        best_block = tl.where(better, block, best_block)
+        best = tl.where(better, score, best)
+    top = tl.max(best, axis=0)
+    # Of equal ones the first call, and its first candidate: the lowest id, as argmax takes. Which
+    # of the call's four it is costs least to find out by computing them again.
+    call = tl.min(tl.where(best == top, best_block + lanes, 0x7FFFFFFF), axis=0)
+    one = tl.arange(0, 1)
+    scores = _scores(
+        logits_ptr, vocab_size, call + one, seed, position, temperature, threshold, ON_GPU
+    )
+    scores = tl.where(scores > float("-inf"), scores, float("-inf"))  # NaN neither
     tl.store(value_ptr + row * num_splits + split, top)
-    tl.store(index_ptr + row * num_splits + split, first_id)
+    tl.store(index_ptr + row * num_splits + split + one, call * 4 + tl.argmax(scores, axis=1))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -240,7 +178,7 @@ def sample_triton(
         vocab_size,
         num_splits,
         per_split,
-        HAS_THRESHOLD=thresholds is not None,
+        ON_GPU=logits.is_cuda,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -258,27 +196,3 @@ def sample_triton(
         num_warps=1,
     )
     return token_ids
-
-
-def filter_thresholds(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor | None:
-    """[N] float32, the least logit that passes min_p, top_k and top_p; None if nobody uses them."""
-    if inputs.top_k is None and inputs.top_p is None and inputs.min_p is None:
-        return None
-    thresholds = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _threshold_kernel[(len(logits),)](
-        logits,
-        logits.stride(0),
-        inputs.temperatures,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        thresholds,
-        logits.shape[1],
-        LOWEST_BIT=16 if logits.dtype == torch.bfloat16 else 0,
-        HAS_K=inputs.top_k is not None,
-        HAS_P=inputs.top_p is not None,
-        HAS_MIN=inputs.min_p is not None,
-        BLOCK=BLOCK,
-        num_warps=16,
-    )
-    return thresholds

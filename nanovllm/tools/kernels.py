@@ -211,24 +211,24 @@ class KernelCases:
         return [torch.stack(actual)], [torch.stack(_places(context_lens, tables))], EXACT
 
     def sampler(self) -> Comparison:
-        """Rows with and without each filter; the noise is the same, so the tokens are. And what a
-        graph's next step is told: the ids, and contexts longer by one, but for a padding row."""
+        """Rows with and without each filter, two of each: one may draw what the filter leaves. The
+        noise is the same, so the tokens are. And a graph's next step: contexts longer by one."""
         from nanovllm.layers.sampler_kernels import sample_triton
 
-        logits, everything = 4 * self._random(8, self.vocab_size), self.vocab_size
-        logits[0, everything // 2] = 99  # the greedy row: in half precision its maximum could tie
+        logits, everything = 4 * self._random(16, self.vocab_size), self.vocab_size
+        logits[::8, everything // 2] = 99  # greedy rows: in half precision their maxima could tie
         numbers = {
             "temperatures": [0, 0.7, 4, 1e-5, 4, 4, 4, 4],  # hot, so that the filters matter
             "top_p": [1, 1, 1, 1, 1, 0.9, 1, 0.05],
-            "min_p": [0, 0, 0.1, 0, 0, 0, 0.05, 0],
+            "min_p": [0, 0, 0.5, 0, 0, 0, 0.05, 0],
         }
         inputs = SamplingInputs(
-            seeds=torch.arange(8, device=self.device),
-            positions=torch.arange(8, device=self.device),
-            top_k=self._ints([everything] * 4 + [1, 20, 50, everything]),
-            **{name: torch.tensor(x, device=self.device) for name, x in numbers.items()},
+            seeds=torch.arange(16, device=self.device),
+            positions=torch.arange(16, device=self.device),
+            top_k=self._ints(2 * ([everything] * 4 + [1, 20, 50, everything])),
+            **{name: torch.tensor(2 * x, device=self.device) for name, x in numbers.items()},
         )
-        next_ids, context_lens = self._ints([0] * 8), self._ints([3, 0, 9, 1, 1, 1, 1, 1])
+        next_ids, context_lens = self._ints([0] * 16), self._ints(2 * [3, 0, 9, 1, 1, 1, 1, 1])
         expected_ids = sample_torch(logits, inputs)
         expected = [expected_ids, expected_ids, context_lens + (context_lens > 0)]
         actual = [sample_triton(logits, inputs, (next_ids, context_lens)), next_ids, context_lens]
