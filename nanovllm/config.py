@@ -57,9 +57,7 @@ class Config:
                     f"unknown setting {name!r}: did you mean {near[0]!r}? Valid settings: "
                     + ", ".join(valid)
                 )
-        if not isinstance(model, (str, os.PathLike)):
-            raise TypeError(f"model must be the path of a folder, got {model!r}")
-        return cls(model=os.fspath(model), **settings)
+        return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **settings)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
@@ -81,7 +79,6 @@ class Config:
         check_bool("enforce_eager", self.enforce_eager)
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
             value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+                error = ValueError if isinstance(value, str) else TypeError
+                raise error(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -16,6 +16,7 @@ from replaying import fake_capture
 from sampling import sampling_inputs
 from triton.backends.compiler import GPUTarget
 
+from nanovllm.config import Config
 from nanovllm.engine import decode_graphs
 from nanovllm.layers.sampler_kernels import sample_triton
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -98,7 +99,8 @@ def compile_all(config: ModelConfig, block_size: int, batches: list[int], **filt
     for layer in model.model.layers:
         layer.self_attn.attn.k_cache = layer.self_attn.attn.v_cache = cache
     decode_graphs.graph_batch_sizes = lambda max_num_seqs: batches
-    decode_graphs.DecodeGraphs(model, 512, 16, block_size, zeros(512))
+    limits = Config(model=".", max_model_len=4096, kvcache_block_size=block_size)
+    decode_graphs.DecodeGraphs(model, limits, zeros(512))
     sample_triton(prefill(model), sampling_inputs(16, META, **filters))
 
 

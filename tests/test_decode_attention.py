@@ -186,6 +186,16 @@ def test_launches_follow_each_other(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
+def test_batches_of_all_sizes_share_little_scratch(device: torch.device) -> None:
+    """Else a batch that dwindles from hundreds to one would leave gigabytes behind."""
+    attention = module.DecodeAttention()
+    for num_seqs in range(1, 10):
+        check(Step(SHAPES[1], [300] * num_seqs, device), attention)
+    groups = {key[0] for key in attention.scratch}
+    assert groups == {num_seqs * SHAPES[1].kv_heads for num_seqs in (1, 2, 4, 8, 16)}
+
+
+@pytest.mark.usefixtures("poisoned")
 def test_slot_minus_one_with_a_context_stores_nothing(device: torch.device) -> None:
     """It attends to its own new position all the same."""
     step = Step(SHAPES[1], [5, 70], device)

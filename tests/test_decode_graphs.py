@@ -11,6 +11,7 @@ from replaying import fake_capture
 from torch import nn
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
 from nanovllm.engine.decode_graphs import MAX_GRAPH_BATCH, DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.sequence import PENDING, Sequence
 
@@ -60,7 +61,13 @@ class Device:
         self.recording = False
         fake_capture(monkeypatch, self._step)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32)
-        self.graphs = DecodeGraphs(nn.Identity(), max_num_seqs, WIDTH, BLOCK_SIZE, self.sampled)
+        config = Config(
+            model=".",
+            max_num_seqs=max_num_seqs,
+            max_model_len=WIDTH * BLOCK_SIZE,
+            kvcache_block_size=BLOCK_SIZE,
+        )
+        self.graphs = DecodeGraphs(nn.Identity(), config, self.sampled)
         self.recording = True
         self.num_uploads = 0
         upload = self.graphs.state.upload

@@ -169,7 +169,7 @@ class FakeGPU:
     def is_finished(self) -> bool:
         return self.left <= 0
 
-    def loop_step(self) -> tuple[list[Any], int]:
+    def _loop_step(self) -> tuple[list[Any], int]:
         self.left -= 1
         self.log.append("recorded" if self.is_on else "plain")
         if self.is_on:
@@ -177,7 +177,7 @@ class FakeGPU:
             self.recorded += [event(span) for span in step_spans(begin)]
         return [], -1
 
-    step = loop_step
+    step = _loop_step
 
     def profiler(self, activities: list[ProfilerActivity]) -> "FakeGPU":
         assert activities == [ProfilerActivity.CUDA]

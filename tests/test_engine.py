@@ -1,6 +1,7 @@
 """LLM on CPU: what `generate`, `add_request` and `step` promise to their callers."""
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from checkpoints import make_checkpoint, random_ids, write_json
 from recording import GREEDY, Watch, add, script
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 
 OWN_EOS = 2047  # what the bundled tokenizer calls its end of sequence
 
@@ -251,20 +253,23 @@ def test_generate_finishes_while_an_added_request_goes_on(folder: Path, llm: LLM
     assert alone == [other.completion_token_ids]
 
 
-def test_loop_step_reports_as_step_does(llm: LLM) -> None:
-    """Ahead, a step's result comes with the turn after it; ends are told once."""
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["plain loop", "ahead"])
+def test_a_scheduler_of_ones_own(llm: LLM, runs_ahead: bool) -> None:
+    """It may be exchanged between two jobs; both loops then run it."""
+
+    class Shortest(Scheduler):
+        def schedule(self) -> ScheduledBatch:
+            self.waiting = deque(sorted(self.waiting, key=len))
+            return super().schedule()
+
     script(llm, lambda seq: 40 + seq.num_prompt_tokens)
-    for runs_ahead, results in (
-        (False, [([], 3), ([0], -2), ([1], -1)]),
-        (True, [([], 0), ([], 3), ([0], -2), ([1], -1)]),
-    ):
-        llm.runs_ahead = runs_ahead
-        ids = [llm.add_request([1] * count, greedy(1 + count)) for count in (1, 2)]
-        ends = [(ids[0], [41, 41]), (ids[1], [42] * 3)]
-        for which, num_tokens in results:
-            assert not llm.is_finished()
-            assert llm.loop_step() == ([ends[i] for i in which], num_tokens)
-        assert llm.is_finished()
+    before, own = llm.scheduler, Shortest(llm.config, 64, [])
+    llm.scheduler, llm.runs_ahead = own, runs_ahead
+    assert completions(llm, [[1] * 3, [1]], greedy(2)) == [[43] * 2, [41] * 2]
+    assert llm.stats()["steps"] == own.num_steps > 0 == before.num_steps
+    llm.add_request([1], greedy(1))
+    assert own.waiting and not llm.is_finished()
+    assert [ids for _, ids in llm.step()[0]] == [[41]] and llm.is_finished()
 
 
 @pytest.mark.parametrize("loop", ["generate", "stream", "closed stream"])

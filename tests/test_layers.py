@@ -2,6 +2,7 @@
 shapes and memory of Qwen3-0.6B."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.device import defaults
 from nanovllm.utils.parallel import TensorParallel
 
 ONE_RANK = TensorParallel()
@@ -229,14 +231,22 @@ def test_shapes_of_qwen3_06b() -> None:
 # --- worked example: memory -----------------------------------------------------------------------
 
 
+def qwen3_06b_on_meta(dtype: torch.dtype, size: int) -> Qwen3ForCausalLM:
+    with defaults(torch.device("meta"), dtype):
+        return Qwen3ForCausalLM(QWEN3_06B, torch_attention, TensorParallel(0, size))
+
+
 def test_kv_memory_of_qwen3_06b() -> None:
     """2 * 28 * 8 * 128 * 2 bytes per position; half of it with 4 KV heads per rank (TP=2)."""
-    bf16 = torch.bfloat16
-    assert kv_block_bytes(QWEN3_06B, 8, 1, bf16) == 114_688 == 112 * 1024
-    assert kv_block_bytes(QWEN3_06B, 8, 256, bf16) == 28 * 2**20
-    assert 4096 // 256 * kv_block_bytes(QWEN3_06B, 8, 256, bf16) == 448 * 2**20
-    assert kv_block_bytes(QWEN3_06B, 4, 1, bf16) == 56 * 1024
-    assert kv_block_bytes(QWEN3_06B, 8, 1, torch.float32) == 224 * 1024
+    model, half, float32 = (
+        qwen3_06b_on_meta(dtype, size)
+        for dtype, size in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1))
+    )
+    assert kv_block_bytes(model, 1) == 114_688 == 112 * 1024
+    assert kv_block_bytes(model, 256) == 28 * 2**20
+    assert 4096 // 256 * kv_block_bytes(model, 256) == 448 * 2**20
+    assert kv_block_bytes(half, 1) == 56 * 1024
+    assert kv_block_bytes(float32, 1) == 224 * 1024
 
 
 def test_num_blocks_follows_the_formula() -> None:
@@ -265,9 +275,10 @@ def test_a_pool_too_small_for_one_sequence_names_what_would_fit() -> None:
 
 def test_each_layer_holds_its_slices_of_the_one_pool() -> None:
     """[2, layers, num_blocks, block_size, kv_heads, head_dim], zeroed; K first, then V."""
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(QWEN3_06B, torch_attention)
-    pool = allocate_kv_cache(model, QWEN3_06B, 8, 2, 4, torch.bfloat16, torch.device("cpu"))
+    small = replace(QWEN3_06B, vocab_size=8, hidden_size=16, intermediate_size=16)
+    with defaults(torch.device("cpu"), torch.bfloat16):
+        model = Qwen3ForCausalLM(small, torch_attention)
+    pool = allocate_kv_cache(model, num_blocks=2, block_size=4)
     assert pool.shape == (2, 28, 2, 4, 8, 128) and pool.dtype is torch.bfloat16
     assert not pool.any()
     for i, layer in enumerate(model.model.layers):

@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from nanovllm import LLM
-from nanovllm.utils.hf import load_model_config
 from nanovllm.utils.loader import STORED_DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -257,9 +256,7 @@ def test_weights_of_the_dtypes_that_are_served(folder: Folder, dtype: torch.dtyp
 
 
 def test_config_of_a_larger_model_beside_the_weights_of_a_small_one(folder: Folder) -> None:
-    """Both numbers of parameters are named."""
+    """The first tensor that does not match is named, with both shapes."""
     edit_json(folder.path / "config.json", hidden_size=4096, intermediate_size=16384)
     outcome = folder.outcome()
-    described = load_model_config(str(folder.path)).num_parameters
-    assert f"a model of {described:,} parameters" in outcome and described > 400e6
-    assert f"hold at most {len(folder.weights) // 2:,}" in outcome
+    assert "has shape (512, 64), but config.json implies (512, 4096)" in outcome

@@ -77,7 +77,7 @@ class Engine:
     def __init__(self, **pool: Any) -> None:
         self.scheduler = make_scheduler(eos_token_ids=[EOS], **pool)
         self.runner = FakeRunner(self.scheduler)
-        self.loop = RunAhead(self.scheduler, self.runner, self._on_tokens)
+        self.loop = RunAhead(self.scheduler, self.runner)
         self.doubles: dict[int, int] = {}  # seq_id -> the letter that must not come twice
         self.accepted: dict[int, list[int]] = {}
         self.seqs: list[Sequence] = []
@@ -103,10 +103,10 @@ class Engine:
         return double is not None and completion[-2:] == [double, double]
 
     def step(self) -> None:
-        self._note(*self.loop.step())
+        self._note(*self.loop.step(self._on_tokens))
 
     def drain(self) -> None:
-        self._note(*self.loop.drain())
+        self._note(*self.loop.drain(self._on_tokens))
 
     def _note(self, finished: list[tuple[int, list[int]]], num_tokens: int) -> None:
         for seq_id, token_ids in finished:

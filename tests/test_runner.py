@@ -62,6 +62,49 @@ def test_parts_are_made_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+@pytest.mark.parametrize(
+    ("budget", "max_model_len", "max_num_seqs", "lengths"),
+    [
+        (64, 32, 4, [32, 32]),
+        (64, 24, 4, [24, 24, 16]),  # nothing of the budget is left over
+        (16, 32, 4, [16]),
+        (64, 8, 4, [8] * 4),
+    ],
+)
+def test_the_warm_up_is_the_largest_prefill(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    lengths: list[int],
+) -> None:
+    """What it needs at its peak stays free when the pool takes the rest. Then the most logits."""
+    limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    runner = start(folder, max_num_batched_tokens=budget, **limits)
+    steps: list[list[int]] = []
+    launch = runner.launch
+
+    def noting(seqs: list[Sequence], is_prefill: bool) -> Any:
+        assert is_prefill
+        steps.append([seq.num_scheduled_tokens for seq in seqs])
+        return launch(seqs, is_prefill)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(runner, "launch", noting)
+    runner._warm_up()
+    assert steps == [lengths, [1] * max_num_seqs]
+
+
+def test_a_model_that_memory_does_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(model_runner, "Qwen3ForCausalLM", fail)
+    with pytest.raises(ValueError, match=f"{folder}: no memory for the model .* 1 TiB"):
+        start(folder)
+
+
 def _noting(order: list[str], name: str, function: Any) -> Any:
     def noted(*args: Any, **kwargs: Any) -> Any:
         order.append(name)

@@ -89,9 +89,8 @@ class Logits:
 
 
 def run(llm: LLM) -> None:
-    while not llm.is_finished():
-        llm.loop_step()
-    llm._run_ahead.drain()
+    while not llm._run_ahead.is_idle():
+        llm._loop_step()
 
 
 def complete(
@@ -156,7 +155,7 @@ def test_requests_that_join_and_end_early(one_rank: LLM, split: LLM) -> None:
     split.runs_ahead = True
     aborted, stays = (add(split, prompt, max_tokens=8) for prompt in prompts[:2])
     for _ in range(4):
-        split.loop_step()
+        split._loop_step()
     split.abort(aborted.seq_id)
     joins = add(split, prompts[2], max_tokens=8)
     run(split)

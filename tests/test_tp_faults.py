@@ -120,7 +120,7 @@ def test_rank_0_that_raises(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("of rank 0")
 
-    monkeypatch.setattr(llm.model_runner, "_sampled_ids", fail)
+    monkeypatch.setattr(llm.model_runner, "_sample", fail)
     with pytest.raises(ZeroDivisionError, match="of rank 0"):
         generate(llm)
     assert "rank 0 failed: ZeroDivisionError" in llm.model_runner._workers.failure

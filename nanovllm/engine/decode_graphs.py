@@ -7,10 +7,12 @@ copy from one pinned buffer.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 
-from nanovllm.engine.inputs import fill_sampling
+from nanovllm.config import Config
+from nanovllm.engine.inputs import fill_sampling, take_pending
 from nanovllm.engine.packed import PackedBuffer
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers.sampler import SamplingInputs
@@ -28,6 +30,22 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= limit)
 
 
+def capture(
+    step: Callable[[int], None], sizes: list[int], pool: tuple[int, int] | None = None
+) -> dict[int, torch.cuda.CUDAGraph]:
+    """Record step(size) for each of the ascending `sizes`, all in one memory pool: the largest
+    first, since its activations set the size of the pool and the others fit inside."""
+    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    for size in reversed(sizes):
+        step(size)  # compiles the kernels
+        torch.cuda.synchronize()
+        graphs[size] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[size], pool):
+            step(size)
+        pool = pool or graphs[size].pool()
+    return graphs
+
+
 class DecodeGraphs:
     """The batch state and one graph per bucket, all in one memory pool.
 
@@ -35,27 +53,19 @@ class DecodeGraphs:
     stored) and context length 0 (nothing is read).
     """
 
-    def __init__(
-        self,
-        model: Qwen3ForCausalLM,
-        max_num_seqs: int,
-        max_num_blocks: int,
-        block_size: int,
-        sampled: torch.Tensor,
-    ) -> None:
-        """max_num_blocks: the width of a block table at max_model_len; sampled: int32
-        [max_num_seqs], into which every step, also one without a graph, writes the ids that it
-        sampled. Captures all graphs."""
+    def __init__(self, model: Qwen3ForCausalLM, config: Config, sampled: torch.Tensor) -> None:
+        """sampled: int32 [max_num_seqs], into which every step, also one without a graph, writes
+        the ids that it sampled. Captures all graphs."""
         self.model = model
-        self.block_size = block_size
+        self.block_size = config.kvcache_block_size
         self.sampled = sampled
-        self.sizes = graph_batch_sizes(max_num_seqs)
+        self.sizes = graph_batch_sizes(config.max_num_seqs)
         rows = self.sizes[-1]
+        max_num_blocks = -(-config.max_model_len // self.block_size)
         self.state = PackedBuffer(
             {
                 "seeds": (torch.int64, (rows,)),
                 "input_ids": (torch.int32, (rows,)),
-                "sources": (torch.int32, (rows,)),  # see launch
                 # Of the context, the position to be computed included; 0 for padding rows.
                 "context_lens": (torch.int32, (rows,)),
                 "temperatures": (torch.float32, (rows,)),
@@ -63,26 +73,12 @@ class DecodeGraphs:
             },
             sampled.device,
         )
-        # What the state on the device describes: seq_ids, their lengths and block tables.
-        self._seq_ids: list[int] = []
-        self._lens: list[int] = []
-        self._token_ids: list[int] = []  # PENDING: not on the host yet
-        self._tables: list[list[int]] = []
+        # What the state on the device describes: of each row seq_id, length, block table and last
+        # token (PENDING: not on the host yet).
+        self._rows: list[tuple[int, int, list[int], int]] = []
         # The hidden states of the step launched last, for whoever samples in another way.
         self.hidden: torch.Tensor | None = None
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # Largest first: its activations set the size of the pool, the others fit inside.
-        for size in reversed(self.sizes):
-            self._capture(size)
-
-    def _capture(self, size: int) -> None:
-        self._step(size)  # compiles the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        pool = self.pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool):
-            self._step(size)
-        self.graphs[size] = graph
+        self.graphs = capture(self._step, self.sizes)
 
     def _step(self, size: int) -> None:
         """What a graph holds: from the state to the sampled ids and the next state."""
@@ -131,24 +127,22 @@ class DecodeGraphs:
         rows_before: seq_id -> row in the step launched last. A sequence whose last token is
         pending takes it from there, on the device.
         """
-        size = self.sizes[bisect_left(self.sizes, len(seqs))]
-        if not self._continues(seqs):
-            sources = [rows_before[s.seq_id] if s.last_token == PENDING else -1 for s in seqs]
-            self._upload(seqs, sources)
-            source, ids = self.state["sources"][: len(seqs)], self.state["input_ids"][: len(seqs)]
-            torch.where(source >= 0, self.sampled[source.clamp_min(0)], ids, out=ids)
-            self._seq_ids = [seq.seq_id for seq in seqs]
-            self._tables = [list(seq.block_table) for seq in seqs]
-        self._lens = [len(seq) + 1 for seq in seqs]
-        self._token_ids = [PENDING] * len(seqs)
-        self.graphs[size].replay()
+        # Lengths and tables too: a sequence may have been preempted and prefilled again since. And
+        # ids: a caller of `step`'s parts may have accepted others than were sampled; ranks above 0
+        # take those that they are told.
+        rows = [(seq.seq_id, len(seq), seq.block_table, seq.last_token) for seq in seqs]
+        if rows != self._rows:
+            self._upload(seqs)
+            take_pending(self.state["input_ids"][: len(seqs)], seqs, self.sampled, rows_before)
+            self._rows = [(i, n, list(table), token) for i, n, table, token in rows]
+        self._rows = [(i, n + 1, table, PENDING) for i, n, table, _ in self._rows]
+        self.graphs[self.sizes[bisect_left(self.sizes, len(seqs))]].replay()
         return self.hidden[: len(seqs)]
 
-    def _upload(self, seqs: list[Sequence], sources: list[int]) -> None:
+    def _upload(self, seqs: list[Sequence]) -> None:
         host, n = self.state.host(), len(seqs)
         fill_sampling(host, seqs)
         host["input_ids"][:n] = [seq.last_token for seq in seqs]
-        host["sources"][:n] = sources
         host["context_lens"][:n] = [len(seq) for seq in seqs]
         # Padding rows are computed too, so they need an id that exists.
         host["input_ids"][n:] = host["context_lens"][n:] = 0
@@ -156,26 +150,16 @@ class DecodeGraphs:
             row[: len(seq.block_table)] = seq.block_table
         self.state.upload()
 
-    def _continues(self, seqs: list[Sequence]) -> bool:
-        """Whether the state on the device is already right. Lengths and tables are compared too: a
-        sequence may have been preempted and prefilled again since its last decode step. And ids:
-        a caller of `step`'s parts may have accepted others than were sampled; ranks above 0 take
-        those that they are told."""
-        return (
-            [seq.seq_id for seq in seqs] == self._seq_ids
-            and [len(seq) for seq in seqs] == self._lens
-            and [seq.block_table for seq in seqs] == self._tables
-            and [seq.last_token for seq in seqs] == self._token_ids
-        )
-
     def forget(self) -> None:
         """Describe the next batch anew: the sequences of a step that failed, prefilled again, may
         come back in the same blocks with other ids than the device has."""
-        self._seq_ids = []
+        self._rows = []
 
     def arrived(self, token_ids: list[int]) -> None:
         """The ids that the step launched last has sampled are known on the host."""
-        self._token_ids = list(token_ids)  # the caller may put other ids into its list
+        if self._rows:
+            pairs = zip(self._rows, token_ids, strict=True)
+            self._rows = [(*row[:3], token_id) for row, token_id in pairs]
 
     def override(self, token_ids: torch.Tensor) -> None:
         """Make token_ids [N], instead of what the graph sampled, the rows' next input."""

@@ -1,7 +1,7 @@
 """Inputs: scheduled sequences -> the tensors of one step.
 
-All numbers of a step are gathered in one int32 array on the host and copied to the device once,
-from pinned memory, without waiting.
+What the model needs is gathered in one int32 array on the host and copied to the device once; what
+the sampler needs follows field by field. All from pinned memory, without waiting.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.utils.context import Context
 
@@ -85,6 +85,17 @@ def decode_inputs(seqs: list[Sequence], device: torch.device) -> StepInputs:
         block_tables=block_tables,
     )
     return StepInputs(input_ids, positions, context)
+
+
+def take_pending(
+    input_ids: torch.Tensor, seqs: list[Sequence], sampled: torch.Tensor, rows: dict[int, int]
+) -> None:
+    """Fill in the input ids [N] of `seqs` that are still on the device only: in `sampled`, at the
+    `rows` (by seq_id) that they had in the step before. Waits for nothing."""
+    sources = [rows[seq.seq_id] if seq.last_token == PENDING else -1 for seq in seqs]
+    if max(sources) >= 0:
+        source = _to_device(torch.tensor(sources), input_ids.device)
+        torch.where(source >= 0, sampled[source.clamp_min(0)], input_ids, out=input_ids)
 
 
 def fill_sampling(host: dict[str, np.ndarray], seqs: list[Sequence]) -> None:

@@ -1,20 +1,25 @@
 """KV cache: how many blocks fit, and the one tensor that holds them all."""
 
-import torch
-from torch import nn
+from math import prod
 
-from nanovllm.layers.attention import Attention
-from nanovllm.utils.hf import ModelConfig
+import torch
+
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 CPU_POOL_BYTES = 1 << 30
 
 
-def kv_block_bytes(
-    config: ModelConfig, num_kv_heads: int, block_size: int, dtype: torch.dtype
-) -> int:
+def kv_shape(model: Qwen3ForCausalLM, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Of the pool of this rank: [2, layers, num_blocks, block_size, kv_heads, head_dim]."""
+    layers = model.model.layers
+    attention = layers[0].self_attn
+    num_kv_heads = attention.qkv_proj.num_kv_heads
+    return (2, len(layers), num_blocks, block_size, num_kv_heads, attention.head_dim)
+
+
+def kv_block_bytes(model: Qwen3ForCausalLM, block_size: int) -> int:
     """Bytes of one block: K and V of every layer for block_size positions on this rank."""
-    per_position = 2 * config.num_hidden_layers * num_kv_heads * config.head_dim * dtype.itemsize
-    return per_position * block_size
+    return prod(kv_shape(model, 1, block_size)) * model.lm_head.weight.itemsize
 
 
 def num_blocks_that_fit(
@@ -58,30 +63,22 @@ def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
         )
 
 
-def allocate_kv_cache(
-    model: nn.Module,
-    config: ModelConfig,
-    num_kv_heads: int,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Make the pool [2, layers, num_blocks, block_size, kv_heads_per_rank, head_dim] and give each
-    Attention layer of `model` its K and V slices. Raises ValueError if memory does not suffice.
+def allocate_kv_cache(model: Qwen3ForCausalLM, num_blocks: int, block_size: int) -> torch.Tensor:
+    """Make the pool, in the model's dtype and on its device, and give each layer of `model` its K
+    and V slices. Raises ValueError if memory does not suffice.
 
     Zeros, not garbage: the torch path multiplies masked positions by 0, and 0 * NaN is NaN.
     """
-    shape = (2, config.num_hidden_layers, num_blocks, block_size, num_kv_heads, config.head_dim)
+    weight = model.lm_head.weight
+    shape = kv_shape(model, num_blocks, block_size)
     try:
-        pool = torch.zeros(shape, dtype=dtype, device=device)
+        pool = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
     except RuntimeError as error:  # out of memory, or of what an allocator can count
-        gib = kv_block_bytes(config, num_kv_heads, block_size, dtype) * num_blocks / 2**30
+        gib = kv_block_bytes(model, block_size) * num_blocks / 2**30
         raise ValueError(
             f"no memory for a KV pool of {num_blocks} blocks ({gib:,.1f} GiB): lower "
             f"num_kvcache_blocks, or leave it out ({error})"
         ) from error
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    for layer, k_cache, v_cache in zip(layers, pool[0], pool[1], strict=True):
-        layer.k_cache, layer.v_cache = k_cache, v_cache
+    for layer, k_cache, v_cache in zip(model.model.layers, pool[0], pool[1], strict=True):
+        layer.self_attn.attn.k_cache, layer.self_attn.attn.v_cache = k_cache, v_cache
     return pool

@@ -28,7 +28,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hf import load_eos_token_ids, load_model_config, load_tokenizer
 from nanovllm.utils.interrupts import collector_held, interrupts_held
-from nanovllm.utils.loader import check_size
 
 
 class LLMEngine:
@@ -43,11 +42,9 @@ class LLMEngine:
         settings (see Config) or a folder that is not a complete Qwen3 model."""
         config = Config.from_settings(model, settings)
         model_config = load_model_config(config.model)
-        check_size(model_config, config.model)
         max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
         self.config = replace(config, max_model_len=max_model_len)
-        # The table of rotary angles need not be longer either.
-        model_config = replace(model_config, max_position_embeddings=max_model_len)
+        model_config = replace(model_config, max_position_embeddings=max_model_len)  # RoPE's table
         self.tokenizer = load_tokenizer(config.model)
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
@@ -55,10 +52,10 @@ class LLMEngine:
         self.model_runner = runner_type(self.config, model_config, eos_token_ids)
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
-        self.scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
+        scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
+        self._run_ahead = RunAhead(scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
         self._untold: dict[int, list[int]] = {}  # ends that `step` has to tell
-        self._run_ahead = RunAhead(self.scheduler, self.model_runner, self._on_tokens)
         # Whole loops run a step ahead where that hides the host's work behind the GPU's.
         self.runs_ahead = self.model_runner.device.type == "cuda"
 
@@ -67,6 +64,15 @@ class LLMEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.exit()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """May be exchanged while no request is live."""
+        return self._run_ahead.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        self._run_ahead.scheduler = scheduler
 
     def exit(self) -> None:
         """End the engine and give its memory back. A second call does nothing."""
@@ -107,24 +113,19 @@ class LLMEngine:
         the run raises, the step's requests wait again as if it had not been scheduled.
         """
         self._check_running()
-        return self._told(*self._plain_step())
-
-    def loop_step(self) -> StepResult:
-        """`step` as `generate` does it, which on a GPU runs ahead: the result may be that of the
-        step before, or ([], 0)."""
-        return self._told(*self._loop_step())
-
-    def _told(self, finished: list[tuple[int, list[int]]], num_tokens: int) -> StepResult:
+        finished, num_tokens = self._plain_step()
         ends, self._untold = self._untold | dict(finished), {}
         return list(ends.items()), num_tokens
 
     def _loop_step(self) -> StepResult:
+        """A step of the whole loops, which run ahead on a GPU: the result may be that of the step
+        before, or ([], 0)."""
         self._check_running()
-        return self._run_ahead.step() if self.runs_ahead else self._plain_step()
+        return self._run_ahead.step(self._on_tokens) if self.runs_ahead else self._plain_step()
 
     def _plain_step(self) -> StepResult:
         if self._run_ahead.in_flight is not None:  # of a stream whose caller now steps by hand
-            return self._run_ahead.drain()
+            return self._run_ahead.drain(self._on_tokens)
         if self.scheduler.is_finished():
             return [], 0
         seqs: list[Sequence] = []
@@ -288,7 +289,7 @@ class LLMEngine:
     def _end_loop(self, requests: list[Request]) -> None:
         """Leave no step in flight, and drop those of `requests` that have not finished."""
         try:
-            self._run_ahead.drain()
+            self._run_ahead.drain(self._on_tokens)
         finally:
             with interrupts_held():
                 for request in requests:

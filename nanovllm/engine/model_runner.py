@@ -9,7 +9,13 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.decode_graphs import DecodeGraphs
-from nanovllm.engine.inputs import StepInputs, decode_inputs, prefill_inputs, sampling_inputs
+from nanovllm.engine.inputs import (
+    StepInputs,
+    decode_inputs,
+    prefill_inputs,
+    sampling_inputs,
+    take_pending,
+)
 from nanovllm.engine.kv_cache import (
     allocate_kv_cache,
     check_pool,
@@ -17,7 +23,7 @@ from nanovllm.engine.kv_cache import (
     measure_num_blocks,
 )
 from nanovllm.engine.prefill_graphs import PrefillGraphs
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers import kernels
 from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
@@ -73,36 +79,27 @@ class ModelRunner:
         attention = select_attention(
             self.device, self.dtype, model_config.head_dim, self.block_size
         )
-        with defaults(self.device, self.dtype):
-            self.model = Qwen3ForCausalLM(model_config, attention, tp)
+        try:
+            with defaults(self.device, self.dtype):
+                self.model = Qwen3ForCausalLM(model_config, attention, tp)
+        except RuntimeError as error:  # out of memory, or of what an allocator can count
+            raise ValueError(
+                f"{config.model}: no memory for the model of config.json: {error}"
+            ) from error
         load_weights(self.model, config.model)
         # The ids that the step launched last has sampled, by row.
         self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         if self.device.type == "cuda":
             self._warm_up()
-        num_kv_heads = self.model.model.layers[0].self_attn.qkv_proj.num_kv_heads
-        self.num_kvcache_blocks = self._num_blocks(model_config, num_kv_heads)
-        self.kv_cache = allocate_kv_cache(
-            self.model,
-            model_config,
-            num_kv_heads,
-            self.num_kvcache_blocks,
-            self.block_size,
-            self.dtype,
-            self.device,
-        )
+        self.num_kvcache_blocks = self._num_blocks()
+        self.kv_cache = allocate_kv_cache(self.model, self.num_kvcache_blocks, self.block_size)
         if kernels.usable(self.sampled) and not config.enforce_eager:
             self._capture_graphs(with_prefill=attention is not torch_attention)
         if tp.rank == 0:
             logger.info(
-                "%s, %s on %s, CUDA graphs %s, %d KV blocks (%d tokens), world size %d",
-                attention.__name__,
-                self.dtype,
-                self.device,
-                "on" if self.graphs else "off",
-                self.num_kvcache_blocks,
-                self.num_kvcache_blocks * self.block_size,
-                tp.size,
+                f"{attention.__name__}, {self.dtype} on {self.device}, CUDA graphs "
+                f"{'on' if self.graphs else 'off'}, {self.num_kvcache_blocks} KV blocks "
+                f"({self.num_kvcache_blocks * self.block_size} tokens), world size {tp.size}"
             )
 
     def call(self, method: str, *args: Any) -> Any:
@@ -139,17 +136,15 @@ class ModelRunner:
         else:
             inputs = (prefill_inputs if is_prefill else decode_inputs)(seqs, self.device)
             if not is_prefill:
-                self._take_pending(seqs, inputs.input_ids)
+                take_pending(inputs.input_ids, seqs, self.sampled, self._rows)
             logprobs = self._sample(self.run_model(inputs), seqs)
         self._rows = {seq.seq_id: row for row, seq in enumerate(seqs)}
         if self.tp.rank > 0:
             return None
-        sampled, arrived = self.sampled[: len(seqs)], None
-        if self.device.type == "cpu":
-            host = sampled.clone()
-        else:
-            host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=True)
-            host.copy_(sampled, non_blocking=True)
+        is_cuda, arrived = self.device.type == "cuda", None
+        host = torch.empty(len(seqs), dtype=torch.int32, pin_memory=is_cuda)
+        host.copy_(self.sampled[: len(seqs)], non_blocking=True)
+        if is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
         step = LaunchedStep(host, arrived, logprobs)
@@ -193,74 +188,48 @@ class ModelRunner:
         """Rank 0, which alone has logits, samples; `sampled` is filled on every rank. Returns the
         log-probabilities of those who want them, as in LaunchedStep."""
         results: dict[int, dict[int, float]] = {}
+        sampled = self.sampled[: len(seqs)]
         if logits is not None:
-            self.sampled[: len(seqs)], results = self._sampled_ids(logits, seqs)
-        self.tp.broadcast(self.sampled[: len(seqs)])
+            wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
+            raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
+            inputs = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
+            sampled[:] = sample(logits, inputs)
+            if wanted:
+                counts = [seqs[i].sampling_params.logprobs for i in wanted]
+                found = top_logprobs(raw_logits, sampled[wanted], counts)
+                results = dict(zip((seqs[i].seq_id for i in wanted), found, strict=True))
+        self.tp.broadcast(sampled)
         return results
-
-    def _sampled_ids(
-        self, logits: torch.Tensor, seqs: list[Sequence]
-    ) -> tuple[torch.Tensor, dict[int, dict[int, float]]]:
-        wanted = [i for i, s in enumerate(seqs) if s.sampling_params.logprobs is not None]
-        raw_logits = logits[wanted] if wanted else None  # a copy, from before any id is banned
-        sampling = sampling_inputs(seqs, self.eos_token_ids, logits.shape[1], self.device)
-        token_ids = sample(logits, sampling)
-        if not wanted:
-            return token_ids, {}
-        counts = [seqs[i].sampling_params.logprobs for i in wanted]
-        results = top_logprobs(raw_logits, token_ids[wanted], counts)
-        return token_ids, dict(zip((seqs[i].seq_id for i in wanted), results, strict=True))
-
-    def _take_pending(self, seqs: list[Sequence], input_ids: torch.Tensor) -> None:
-        """Fill in the input ids [N] that are still on the device only, from the step before."""
-        rows = [i for i, seq in enumerate(seqs) if seq.last_token == PENDING]
-        if rows:
-            input_ids[rows] = self.sampled[[self._rows[seqs[i].seq_id] for i in rows]]
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Reach the peak of memory: the largest prefill, then the largest batch of logits."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        config = self.config
-        length = min(config.max_num_batched_tokens, config.max_model_len)
-        count = max(min(config.max_num_batched_tokens // length, config.max_num_seqs), 1)
-        seqs = [Sequence([0] * length, block_size=self.block_size) for _ in range(count)]
-        for seq in seqs:
-            seq.num_scheduled_tokens = length
-            seq.block_table = [0] * seq.num_blocks  # never read: there is no pool yet
-        self.launch(seqs, is_prefill=True)
-        rows = [Sequence([0], block_size=self.block_size) for _ in range(config.max_num_seqs)]
-        for seq in rows:
-            seq.num_scheduled_tokens = 1
-            seq.block_table = [0]
-        self.launch(rows, is_prefill=True)
+        budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
+        lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
+        for lens in (lengths[: self.config.max_num_seqs], [1] * self.config.max_num_seqs):
+            seqs = [Sequence([0] * length, block_size=self.block_size) for length in lens]
+            for seq in seqs:
+                seq.num_scheduled_tokens = len(seq)
+                seq.block_table = [0] * seq.num_blocks  # never read: there is no pool yet
+            self.launch(seqs, is_prefill=True)
 
-    def _num_blocks(self, model_config: ModelConfig, num_kv_heads: int) -> int:
+    def _num_blocks(self) -> int:
         if self.config.num_kvcache_blocks is not None:
             return self.config.num_kvcache_blocks
-        block_bytes = kv_block_bytes(model_config, num_kv_heads, self.block_size, self.dtype)
-        num_blocks = measure_num_blocks(
-            self.device, self.config.gpu_memory_utilization, block_bytes
-        )
-        num_blocks = self.tp.least(num_blocks)
+        block_bytes = kv_block_bytes(self.model, self.block_size)
+        utilization = self.config.gpu_memory_utilization
+        num_blocks = self.tp.least(measure_num_blocks(self.device, utilization, block_bytes))
         check_pool(num_blocks, self.block_size, self.config.max_model_len)
         return num_blocks
 
     @torch.inference_mode()
     def _capture_graphs(self, with_prefill: bool) -> None:
         """with_prefill: False for plain torch attention, which reads lengths on the host."""
-        config = self.config
-        max_num_blocks = -(-config.max_model_len // self.block_size)
-        self.graphs = DecodeGraphs(
-            self.model, config.max_num_seqs, max_num_blocks, self.block_size, self.sampled
-        )
+        self.graphs = DecodeGraphs(self.model, self.config, self.sampled)
         if with_prefill:
             self.prefill_graphs = PrefillGraphs(
-                self.model,
-                config.max_num_batched_tokens,
-                config.max_num_seqs,
-                self.graphs.pool(),
-                self.sampled,
+                self.model, self.config, self.sampled, self.graphs.pool()
             )
 
     def exit(self) -> None:

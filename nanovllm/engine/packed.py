@@ -19,10 +19,10 @@ class PackedBuffer:
         # The widest first, which keeps every view aligned.
         self.fields = dict(sorted(fields.items(), key=lambda item: -item[1][0].itemsize))
         size = sum(dtype.itemsize * prod(shape) for dtype, shape in fields.values())
-        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._packed = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._views = self._split(self.device)
+        self._views = self._split(self._packed)
         self._host_views = [
             {name: view.numpy() for name, view in self._split(host).items()} for host in self._hosts
         ]
@@ -38,7 +38,7 @@ class PackedBuffer:
 
     def upload(self) -> None:
         """Start the copy of what `host` gave, without waiting for it."""
-        self.device.copy_(self._hosts[0], non_blocking=True)
+        self._packed.copy_(self._hosts[0], non_blocking=True)
 
     def _split(self, packed: torch.Tensor) -> dict[str, torch.Tensor]:
         views, offset = {}, 0

@@ -8,6 +8,8 @@ from bisect import bisect_left
 
 import torch
 
+from nanovllm.config import Config
+from nanovllm.engine.decode_graphs import capture
 from nanovllm.engine.inputs import fill_sampling, prefill_arrays
 from nanovllm.engine.packed import PackedBuffer
 from nanovllm.engine.sequence import Sequence
@@ -31,17 +33,16 @@ class PrefillGraphs:
     def __init__(
         self,
         model: Qwen3ForCausalLM,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        pool: tuple[int, int],
+        config: Config,
         sampled: torch.Tensor,
+        pool: tuple[int, int],
     ) -> None:
-        """pool: of the decode graphs' memory, to be shared; sampled: int32 [max_num_seqs], as in
-        DecodeGraphs. Captures all graphs."""
+        """sampled: int32 [max_num_seqs], as in DecodeGraphs, whose memory `pool` is shared.
+        Captures all graphs."""
         self.model = model
         self.sampled = sampled
-        self.max_seqs = min(MAX_SEQS, max_num_seqs)
-        self.sizes = [size for size in SIZES if size <= max_num_batched_tokens]
+        self.max_seqs = min(MAX_SEQS, config.max_num_seqs)
+        self.sizes = [size for size in SIZES if size <= config.max_num_batched_tokens]
         positions = (SIZES[-1],)
         rows = (self.max_seqs,)
         self.inputs = PackedBuffer(
@@ -56,14 +57,9 @@ class PrefillGraphs:
             },
             sampled.device,
         )
+        self.inputs["slot_mapping"].fill_(-1)  # what is captured must store nothing
         self.hidden: torch.Tensor | None = None
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        for size in reversed(self.sizes):
-            self._step(size)  # compiles the kernels
-            torch.cuda.synchronize()
-            self.graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[size], pool):
-                self._step(size)
+        self.graphs = capture(self._step, self.sizes, pool)
 
     def _step(self, size: int) -> None:
         """What a graph holds: from the inputs to the sampled ids."""

@@ -34,33 +34,32 @@ class InFlight(NamedTuple):
 class RunAhead:
     """At most one step is in flight between calls; `drain` brings it in."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, on_tokens: OnTokens) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.on_tokens = on_tokens
         self.in_flight: InFlight | None = None
 
     def is_idle(self) -> bool:
         """Whether nothing is left to run, nor to be taken in."""
         return self.in_flight is None and self.scheduler.is_finished()
 
-    def step(self) -> StepResult:
+    def step(self, on_tokens: OnTokens) -> StepResult:
         """Launch the next step and take in the one before it. Returns what `LLMEngine.step` does,
         of the step taken in; ([], 0) if there was none."""
         may_launch = self.in_flight is None or self.scheduler.can_run_ahead()
-        return self._turn(may_launch and not self.scheduler.is_finished())
+        return self._turn(on_tokens, may_launch and not self.scheduler.is_finished())
 
-    def drain(self) -> StepResult:
+    def drain(self, on_tokens: OnTokens) -> StepResult:
         """Take in the step in flight, if there is one."""
-        return self._turn(launches=False)
+        return self._turn(on_tokens, launches=False)
 
-    def _turn(self, launches: bool) -> StepResult:
+    def _turn(self, on_tokens: OnTokens, launches: bool) -> StepResult:
         before = self.in_flight
         try:
             with collector_held():
                 with interrupts_held():  # from schedule to advance; none of it waits for the GPU
                     self.in_flight = self._launch() if launches else None
-                return ([], 0) if before is None else self._take_in(before)
+                return ([], 0) if before is None else self._take_in(before, on_tokens)
         except BaseException:  # a step failed; or Ctrl-C, held back or while waiting
             with interrupts_held():
                 self._undo(before, self.in_flight)
@@ -77,11 +76,11 @@ class RunAhead:
         progress = self.scheduler.advance(seqs, is_prefill)
         return InFlight(launched, progress, num_tokens if is_prefill else -num_tokens)
 
-    def _take_in(self, step: InFlight) -> StepResult:
+    def _take_in(self, step: InFlight, on_tokens: OnTokens) -> StepResult:
         token_ids = self.runner.call("collect", step.launched)
         with interrupts_held():
             accepted = self.scheduler.commit(step.progress, token_ids)
-            self.on_tokens(accepted, step.launched.logprobs)
+            on_tokens(accepted, step.launched.logprobs)
         finished = [(s.seq_id, s.completion_token_ids) for s, _ in accepted if s.is_finished]
         return finished, step.num_tokens
 

@@ -42,7 +42,8 @@ class Scheduler:
     `running` those that decode. Every live request is in exactly one of them.
 
     Invariants (with I1-I4 of BlockManager; tests/invariants.py):
-    I5  A step obeys max_num_seqs and max_num_batched_tokens and holds no sequence twice.
+    I5  A step obeys max_num_seqs, a prefill step max_num_batched_tokens too; none holds a sequence
+        twice.
     I6  Between steps a running sequence has exactly one token without K/V.
     I7  Every accepted request finishes in a bounded number of steps: `add` refuses one that could
         outgrow the pool, and only a newer request is preempted for an older one.
@@ -255,9 +256,9 @@ class Scheduler:
         if seq.is_finished:
             return
         self._drop_pending(seq)
+        self._leave_queue(seq)
         seq.status = SequenceStatus.FINISHED
         self.block_manager.deallocate(seq)
-        self._leave_queue(seq)
         if reason != "abort":
             self.headroom *= 1 - HEADROOM_EASE
             self.longest_completion = max(self.longest_completion, seq.num_completion_tokens)
@@ -293,6 +294,6 @@ class Scheduler:
             seq.token_ids.pop()
 
     def _leave_queue(self, seq: Sequence) -> None:
-        for queue in (self.running, self.waiting):
-            if seq in queue:
-                queue.remove(seq)
+        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        if seq in queue:  # a full one has left already
+            queue.remove(seq)

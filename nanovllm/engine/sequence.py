@@ -97,12 +97,6 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def completes_in_this_step(self) -> bool:
-        """Whether the scheduled positions reach the last token, so that the token sampled after
-        them is accepted. False for a chunk that leaves some for later."""
-        return self.num_cached_tokens + self.num_scheduled_tokens == self.num_tokens
-
-    @property
     def scheduled_token_ids(self) -> list[int]:
         """The ids at the scheduled positions."""
         start = self.num_cached_tokens

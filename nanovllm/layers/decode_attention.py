@@ -280,6 +280,7 @@ class DecodeAttention:
     ) -> tuple[torch.Tensor, ...]:
         """Partial results [groups, splits, rows, wide], their maxima and sums, and counters that
         are 0 between launches. Kept: a CUDA graph remembers the addresses."""
+        groups = triton.next_power_of_2(groups)  # so that batches of all sizes share a few
         key = (groups, splits, rows, wide)
         if key not in self.scratch:
             self.scratch[key] = (

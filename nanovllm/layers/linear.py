@@ -7,6 +7,7 @@ parameter this is.
 """
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,6 @@ class MergedColumnParallelLinear(nn.Module):
     ) -> None:
         """parts: shard id -> whole width. Raises ValueError if `tp.size` does not divide one."""
         super().__init__()
-        self.in_features = in_features
         # shard id -> (rows stored, first row read, first row here, rows here)
         self.shards: dict[Hashable, tuple[int, int, int, int]] = {}
         offset = 0
@@ -82,25 +82,17 @@ class MergedColumnParallelLinear(nn.Module):
             local = tp.divide(width, what)
             self.shards[shard_id] = (width, tp.rank * local, offset, local)
             offset += local
-        self._make_parameters(offset, bias)
+        self._make_parameters(in_features, offset, bias)
 
-    def _make_parameters(self, out_features: int, bias: bool) -> None:
-        self.weight = nn.Parameter(torch.empty(out_features, self.in_features), requires_grad=False)
-        self.weight.weight_loader = lambda source, shard_id: self._load(
-            self.weight, source, shard_id, (self.in_features,)
-        )
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
-            self.bias.weight_loader = lambda source, shard_id: self._load(
-                self.bias, source, shard_id, ()
-            )
+    def _make_parameters(self, in_features: int, out_features: int, bias: bool) -> None:
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        for param in self.parameters():
+            param.weight_loader = partial(self._load, param)
 
-    def _load(
-        self, param: nn.Parameter, source: WeightSource, shard_id: Hashable, tail: tuple[int, ...]
-    ) -> None:
+    def _load(self, param: nn.Parameter, source: WeightSource, shard_id: Hashable) -> None:
         stored, first, offset, rows = self.shards[shard_id]
-        check_shape(source, (stored, *tail))
+        check_shape(source, (stored, *param.shape[1:]))
         param.data[offset : offset + rows].copy_(source[first : first + rows])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +116,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         tp: TensorParallel,
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features = hidden_size
         self.num_heads = tp.divide(num_heads, "num_attention_heads")
         if num_kv_heads >= tp.size:
             self.num_kv_heads = tp.divide(num_kv_heads, "num_key_value_heads")
@@ -142,7 +133,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             "k": (num_kv_heads * head_dim, first_kv, q, kv),
             "v": (num_kv_heads * head_dim, first_kv, q + kv, kv),
         }
-        self._make_parameters(q + 2 * kv, bias)
+        self._make_parameters(hidden_size, q + 2 * kv, bias)
 
 
 class RowParallelLinear(nn.Module):

@@ -26,7 +26,7 @@ MAX_TEMPERATURE = torch.finfo(torch.float32).max
 class SamplingInputs:
     """What the N rows of a step ask for; a None costs nothing. Tensors [N] on the device.
 
-    Filled by engine/inputs.py.
+    Filled by engine/inputs.py, or once and for all where a CUDA graph is recorded.
     """
 
     temperatures: torch.Tensor | None = None  # float32, 0: greedy row; None: all rows are

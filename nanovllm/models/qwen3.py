@@ -6,7 +6,7 @@ T is the number of positions of the step, N of its sequences. Weights arrive thr
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -26,21 +26,23 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
 
-DecodeFunction = Callable[..., torch.Tensor]  # layers/decode_attention.py: DecodeAttention
+
+class Shared(NamedTuple):
+    """What all layers of a model have in common."""
+
+    config: ModelConfig
+    tp: TensorParallel
+    attention: AttentionFunction
+    rotary: RotaryEmbedding  # one table
+    decode_attention: Callable[..., torch.Tensor] | None  # None: decode by `attention` too
 
 
 class Qwen3Attention(nn.Module):
     """Grouped-query attention with per-head RMSNorm of q and k before RoPE."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: AttentionFunction,
-        rotary: RotaryEmbedding,
-        decode_attention: DecodeFunction | None,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__()
+        config, tp, attention, self.rotary, self.decode_attention = shared
         self.head_dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -58,8 +60,6 @@ class Qwen3Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotary = rotary
-        self.decode_attention = decode_attention  # None: decode by `attention` too
         self.attn = Attention(attention, config.head_dim**-0.5)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,19 +122,13 @@ class Qwen3DecoderLayer(nn.Module):
     """One block. The residual stream travels beside the hidden states, so that each norm can do
     the addition before it as well."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: AttentionFunction,
-        rotary: RotaryEmbedding,
-        decode_attention: DecodeFunction | None,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__()
+        config = shared.config
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, attention, rotary, decode_attention, tp)
+        self.self_attn = Qwen3Attention(shared)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config, tp)
+        self.mlp = Qwen3MLP(config, shared.tp)
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -158,12 +152,10 @@ class Qwen3Model(nn.Module):
             from nanovllm.layers.decode_attention import DecodeAttention
 
             decode_attention = DecodeAttention()
-        # One table, and one object above, for all layers.
         rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, attention, rotary, decode_attention, tp)
-            for _ in range(config.num_hidden_layers)
-        )
+        shared = Shared(config, tp, attention, rotary, decode_attention)
+        layers = (Qwen3DecoderLayer(shared) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

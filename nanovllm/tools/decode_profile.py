@@ -195,12 +195,12 @@ def steady_step_ms(
     for prompt in prompts:
         llm.add_request(prompt, params)
     while llm.scheduler.waiting:
-        llm.loop_step()
+        llm._loop_step()
     for _ in range(SETTLE_STEPS):
-        llm.loop_step()
+        llm._loop_step()
     with recorder or nullcontext():
         start = perf_counter()
-        decoded = [-llm.loop_step()[1] for _ in range(num_steps)]
+        decoded = [-llm._loop_step()[1] for _ in range(num_steps)]
         seconds = perf_counter() - start
     while not llm.is_finished():
         llm.step()  # which also reports their ends, so that none is left to tell

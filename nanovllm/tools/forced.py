@@ -59,7 +59,7 @@ def run_forced(llm: LLM, paths: list[TokenPath], cold: bool = True) -> Run:
         token_ids = run(seqs, is_prefill)
         (logits,) = latest
         for row, seq in enumerate(seqs):
-            if seq.completes_in_this_step:
+            if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens:
                 best, sampled = logits[row].max(), logits[row, token_ids[row]]
                 shortfall = max(shortfall, float(best - sampled))
                 seen[seq.seq_id, len(seq)] = logits[row]

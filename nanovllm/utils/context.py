@@ -15,7 +15,8 @@ import torch
 class Context:
     """N sequences, T new positions in all (T == N in decode). All tensors int32, on the device.
 
-    Filled by `engine/inputs.py`; nobody changes it afterwards.
+    Filled by `engine/inputs.py`, or once and for all where a CUDA graph is recorded; nobody changes
+    it afterwards.
     """
 
     is_prefill: bool

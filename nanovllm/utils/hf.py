@@ -44,14 +44,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
 
-    @property
-    def num_parameters(self) -> int:
-        """Without the norms and biases, a thousandth of them at most."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads  # q, o; k, v
-        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        embeddings = self.vocab_size * self.hidden_size * (2 - self.tie_word_embeddings)
-        return self.num_hidden_layers * layer + embeddings
-
 
 def load_model_config(folder: str) -> ModelConfig:
     """Read config.json. Raises ValueError for a missing or unreadable file, another architecture,

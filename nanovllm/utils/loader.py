@@ -9,26 +9,10 @@ from contextlib import ExitStack
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.utils.hf import ModelConfig
-
 # (source, shard_id) -> None, as described in layers/linear.py
 WeightLoader = Callable[..., None]
 
 STORED_DTYPES = ("F32", "BF16", "F16")
-
-
-def check_size(config: ModelConfig, folder: str) -> None:
-    """Raise ValueError if the model of config.json is far larger than the files of `folder`, so
-    that an absurd number there is an error before it is memory. Near misses are `load_weights`'s
-    to name."""
-    paths = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
-    num_stored = sum(map(os.path.getsize, paths)) // 2  # two bytes each, or four
-    if paths and config.num_parameters > 4 * num_stored + 1_000_000:
-        raise ValueError(
-            f"{folder}: config.json describes a model of {config.num_parameters:,} parameters, "
-            f"but the *.safetensors files hold at most {num_stored:,}: does config.json belong to "
-            "them, and is the download complete?"
-        )
 
 
 def load_weights(model: nn.Module, folder: str) -> None:
