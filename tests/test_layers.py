@@ -271,6 +271,8 @@ def test_a_pool_too_small_for_one_sequence_names_what_would_fit() -> None:
     check_pool(num_blocks=4, block_size=256, max_model_len=1024)
     with pytest.raises(ValueError, match="max_model_len to at most 1024"):
         check_pool(num_blocks=4, block_size=256, max_model_len=1025)
+    with pytest.raises(ValueError, match=r"max_model_len=2: raise gpu_memory_utilization"):
+        check_pool(num_blocks=0, block_size=256, max_model_len=2)
 
 
 def test_each_layer_holds_its_slices_of_the_one_pool() -> None:

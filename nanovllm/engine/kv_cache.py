@@ -54,12 +54,13 @@ def measure_num_blocks(device: torch.device, utilization: float, block_bytes: in
 def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
     """Raise ValueError, naming the largest max_model_len that would fit, if the pool cannot hold
     one sequence of max_model_len."""
-    if num_blocks * block_size < max_model_len:
+    num_positions = num_blocks * block_size
+    if num_positions < max_model_len:
+        shorter = f"set max_model_len to at most {num_positions}, or " if num_positions > 1 else ""
         raise ValueError(
-            f"the memory left for the KV cache holds {num_blocks * block_size} positions "
-            f"({num_blocks} blocks of {block_size}), less than max_model_len={max_model_len}: set "
-            f"max_model_len to at most {num_blocks * block_size}, or raise gpu_memory_utilization "
-            "(on a CPU: num_kvcache_blocks)"
+            f"the memory left for the KV cache holds {num_positions} positions ({num_blocks} "
+            f"blocks of {block_size}), less than max_model_len={max_model_len}: {shorter}raise "
+            "gpu_memory_utilization (on a CPU: num_kvcache_blocks)"
         )
 
 
