@@ -67,7 +67,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         kind = {"type": int if default is None else type(default), "metavar": "X"}
         if default is False:
             kind = {"action": "store_true"}
-        parser.add_argument(*flags, default=default, help="default: %(default)s", **kind)
+        text = "default: %(default)s"
+        if name in SMALL_LENGTHS:
+            text += f", of the small workload {SMALL_LENGTHS[name]}"
+        parser.add_argument(*flags, default=default, help=text, **kind)
     args = parser.parse_args(argv)
     if args.model is None and args.dummy is None:
         if torch.cuda.is_available() and args.device != "cpu":
@@ -77,7 +80,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.set_defaults(model=str(BUNDLED_MODEL), **SMALL_LENGTHS)
             args = parser.parse_args(argv)
     if not (1 <= args.min_input <= args.max_input and 1 <= args.min_output <= args.max_output):
-        parser.error("of input and output lengths, give 1 <= minimum <= maximum")
+        parser.error(
+            f"give lengths with 1 <= minimum <= maximum: input {args.min_input} to "
+            f"{args.max_input}, output {args.min_output} to {args.max_output}"
+        )
     if min(args.num_seqs, args.repeats, args.max_token_id) < 1:
         parser.error("--num-seqs, --repeats and --max-token-id must be at least 1")
     return args

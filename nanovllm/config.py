@@ -10,6 +10,7 @@ from nanovllm.utils.checks import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
+INT32 = 2**31 - 1  # what rows and block ids are stored in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,12 @@ class Config:
                 "format (nothing is downloaded)"
             )
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1, INT32)
         check_int("max_model_len", self.max_model_len, 2)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
-        check_int("kvcache_block_size", self.kvcache_block_size, 1)
+        check_int("kvcache_block_size", self.kvcache_block_size, 1, INT32)
         if self.num_kvcache_blocks is not None:
-            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, 2**31 - 1)  # int32 ids
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, INT32)
         utilization = self.gpu_memory_utilization
         check_number("gpu_memory_utilization", utilization, "in (0, 1]", math.ulp(0.0), 1)
         check_bool("enforce_eager", self.enforce_eager)

@@ -74,7 +74,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"give numbers like 5,6,7, not {text!r}") from None
 
 
 def chosen_walk(args: argparse.Namespace) -> tuple[str, Walk]:

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from checkpoints import WEIGHTS, edit_json, edit_tensors, make_checkpoint, rando
 from recording import GREEDY, Watch, add
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import kv_cache
+from nanovllm.engine import kv_cache, model_runner
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
@@ -128,7 +129,7 @@ def test_a_damaged_folder_is_named_and_nothing_is_half_started(
     ("settings", "error", "words"),
     [
         ({"max_num_seq": 4}, TypeError, ["unknown setting 'max_num_seq'", "mean 'max_num_seqs'?"]),
-        ({"max_num_seqs": 0}, ValueError, ["max_num_seqs must be >= 1, got 0"]),
+        ({"max_num_seqs": 0}, ValueError, ["max_num_seqs must be in 1..", "got 0"]),
         ({"max_model_len": "1024"}, TypeError, ["max_model_len must be an int >= 2", "'1024'"]),
         ({"device": "gpu"}, ValueError, ["device must be one of auto, cuda, cpu; got 'gpu'"]),
     ],
@@ -165,6 +166,21 @@ def test_a_pool_too_small_names_the_max_model_len_that_fits(
         params = SamplingParams(max_tokens=50, **GREEDY)
         (output,) = llm.generate([random_ids(150)], params, use_tqdm=False)
         assert len(output["token_ids"]) == 10
+
+
+def test_a_start_that_fails_leaves_no_weights(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while its error is kept: whoever follows its advice needs the memory for the next."""
+    parameters: list[weakref.ref] = []
+    load = model_runner.load_weights
+
+    def noting(model: torch.nn.Module, folder: str) -> None:
+        parameters.extend(map(weakref.ref, model.parameters()))
+        load(model, folder)
+
+    monkeypatch.setattr(model_runner, "load_weights", noting)
+    with pytest.raises(ValueError) as kept:
+        start(good, num_kvcache_blocks=2**31 - 1, kvcache_block_size=2**20)
+    assert len(parameters) > 10 and not any(ref() is not None for ref in parameters), kept
 
 
 def test_a_pool_that_no_memory_holds(good: Path) -> None:

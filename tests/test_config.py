@@ -82,6 +82,8 @@ def test_bounds_are_inside(tmp_path: Path, name: str, value: Any) -> None:
         ("kvcache_block_size", 0),
         ("num_kvcache_blocks", 0),
         ("num_kvcache_blocks", 2**31),
+        ("kvcache_block_size", 2**31),
+        ("max_num_seqs", 2**31),
         ("device", "tpu"),
         ("dtype", "float64"),
     ],

@@ -113,6 +113,22 @@ def test_a_stream_that_nobody_reads_does_nothing(llm: LLM, sixteen_greedy: list[
     assert_clean(llm, sixteen_greedy)
 
 
+def test_a_request_that_ended_without_a_word(llm: LLM, sixteen_greedy: list[list[int]]) -> None:
+    """Its scheduler's doing, or a step that failed in the midst of telling: no waiting for more."""
+    stream = llm.stream(PROMPTS[:2], SIXTEEN)
+    increments = [next(stream) for _ in range(2)]
+    for seq in list(llm.scheduler.running):
+        llm.scheduler.abort(seq)
+    increments += stream
+    assert [increment["finish_reason"] for increment in increments] == [
+        None,
+        None,
+        "abort",
+        "abort",
+    ]
+    assert_clean(llm, sixteen_greedy)
+
+
 # --- several callers ------------------------------------------------------------------------------
 
 

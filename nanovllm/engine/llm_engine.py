@@ -1,6 +1,8 @@
 """LLMEngine: drives schedule -> run -> postprocess, from prompts to completions."""
 
+import gc
 import os
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -49,7 +51,13 @@ class LLMEngine:
         self.vocab_size = model_config.vocab_size
         eos_token_ids = load_eos_token_ids(config.model, self.tokenizer)
         runner_type = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
-        self.model_runner = runner_type(self.config, model_config, eos_token_ids)
+        try:
+            self.model_runner = runner_type(self.config, model_config, eos_token_ids)
+        except BaseException as error:
+            # The next start needs the memory. Frames hold the model, parameters their loaders.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            raise
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
         scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
@@ -221,6 +229,8 @@ class LLMEngine:
             while num_left:
                 if not news:  # another caller's steps may have brought some
                     self._loop_step()
+                    if self._run_ahead.is_idle():  # all ended, maybe in a step that told nobody
+                        news.extend(requests)
                 while news:
                     increment = news.popleft().increment()
                     if increment is not None:

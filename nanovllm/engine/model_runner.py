@@ -206,8 +206,9 @@ class ModelRunner:
         """Reach the peak of memory: the largest prefill, then the largest batch of logits."""
         torch.cuda.reset_peak_memory_stats(self.device)
         budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
-        lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
-        for lens in (lengths[: self.config.max_num_seqs], [1] * self.config.max_num_seqs):
+        starts = range(0, budget, longest)[: self.config.max_num_seqs]
+        lengths = [min(longest, budget - start) for start in starts]
+        for lens in (lengths, [1] * self.config.max_num_seqs):
             seqs = [Sequence([0] * length, block_size=self.block_size) for length in lens]
             for seq in seqs:
                 seq.num_scheduled_tokens = len(seq)

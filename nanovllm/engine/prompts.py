@@ -56,7 +56,10 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
         if not token_ids:
             raise ValueError("the prompt has no token ids: give at least one")
     else:
-        raise TypeError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+        raise TypeError(
+            f"a prompt must be text or a list of token ids, got {prompt!r} (a list of one such "
+            "prompt is [[1, 2, 3]]; an array has tolist())"
+        )
     check_ids(token_ids, vocab_size, "token id")
     return token_ids
 
@@ -72,7 +75,7 @@ def check_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, what: str
     """Raise TypeError for an id that is no int, ValueError for one outside 0..vocab_size-1."""
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise TypeError(f"{what}s must be ints, got {token_id!r}")
+            raise TypeError(f"{what}s must be ints, got {token_id!r} (an array has tolist())")
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{what} {token_id} is outside the vocabulary 0..{vocab_size - 1}")
 

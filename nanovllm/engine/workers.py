@@ -32,6 +32,7 @@ from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
 
 GRACE = 5.0  # seconds for what should take a few milliseconds
+_STARTING = threading.Lock()  # what is changed while processes start is the whole process's
 
 
 class Job(NamedTuple):
@@ -74,7 +75,7 @@ class Workers:
         self._processes: list[Any] = []
         job = Job(0, self._port, config, model_config, eos_token_ids, os.getpid())
         try:
-            with _interrupts_blocked(), _main_module_hidden():
+            with _STARTING, _interrupts_blocked(), _main_module_hidden():
                 for rank in range(1, self.size):
                     self._start(job._replace(rank=rank))
         except BaseException:

@@ -1,7 +1,9 @@
 """Triton kernels of the sampler: Gumbel argmax over the raw logits.
 
 They compute what `sample_torch` in layers/sampler.py does, with the same noise, reading the
-logits in the model's dtype without a sorted or a float copy. Needs triton to import.
+logits in the model's dtype without a sorted or a float copy. (But for a temperature so small that
+noise times it is lost beside the logits: of equal ones the lowest id is taken.) Needs triton to
+import.
 """
 
 import torch

@@ -192,8 +192,14 @@ def steady_step_ms(
     # The first is from prefill; the last is left for later, so that none ends in these steps.
     max_tokens = 1 + SETTLE_STEPS + num_steps + 1
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
-    for prompt in prompts:
-        llm.add_request(prompt, params)
+    added: list[int] = []
+    try:
+        for prompt in prompts:
+            added.append(llm.add_request(prompt, params))
+    except ValueError:
+        for request_id in added:
+            llm.abort(request_id)
+        raise
     while llm.scheduler.waiting:
         llm._loop_step()
     for _ in range(SETTLE_STEPS):

@@ -2,7 +2,8 @@
 row here.
 
 Kernels are compared in the engine's half precision, or in float16 if it has none. Without a GPU
-they run in Triton's interpreter, if TRITON_INTERPRET=1 was set before triton was imported.
+they run in Triton's interpreter, if TRITON_INTERPRET=1 was set before triton was imported; always
+in float16: of matrices in bfloat16 the interpreter multiplies the bit patterns.
 """
 
 import os
@@ -65,7 +66,8 @@ class KernelCases:
         runner = llm.model_runner
         layer = runner.model.model.layers[0].self_attn
         self.device, self.vocab_size = runner.device, llm.vocab_size
-        self.dtype = torch.float16 if runner.dtype == torch.float32 else runner.dtype
+        as_is = runner.dtype != torch.float32 and self.device.type == "cuda"
+        self.dtype = runner.dtype if as_is else torch.float16
         self.attention, self.scale = layer.attn.attention, layer.attn.scale
         self.num_heads, self.num_kv_heads = layer.qkv_proj.num_heads, layer.qkv_proj.num_kv_heads
         self.head_dim = layer.head_dim

@@ -113,7 +113,7 @@ def _check_values(folder: str, hf: Any) -> None:
     layer_types = getattr(hf, "layer_types", None)
     others = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
     if not _is_positive(hf.rms_norm_eps):
-        wrong = f"rms_norm_eps must be a number > 0, got {hf.rms_norm_eps!r}"
+        wrong = f"rms_norm_eps must be a number > 0 in float32, got {hf.rms_norm_eps!r}"
     elif hf.num_attention_heads % hf.num_key_value_heads:
         wrong = (
             f"num_attention_heads ({hf.num_attention_heads}) is not a multiple of "
@@ -150,7 +150,9 @@ def _rope_theta(folder: str, hf: Any) -> float:
             raise ValueError(f"{folder}: RoPE type {rope_type!r} is not supported, only 'default'")
         theta = nested.get("rope_theta") or theta
     if not _is_positive(theta):
-        raise ValueError(f"{folder}: config.json: rope_theta must be a number > 0, got {theta!r}")
+        raise ValueError(
+            f"{folder}: config.json: rope_theta must be a number > 0 in float32, got {theta!r}"
+        )
     return float(theta)
 
 
