@@ -68,6 +68,7 @@ def test_of_equal_logits_greedy_takes_the_first(
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 def test_nan_is_no_candidate(device: torch.device) -> None:
     """A graph's padding rows may be all NaN: an id comes out that there is."""
     logits = torch.full((3, 150), torch.nan, device=device)
