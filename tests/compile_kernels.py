@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from checkpoints import QWEN3_06B
 from replaying import fake_capture
 from sampling import sampling_inputs
 from triton.backends.compiler import GPUTarget
@@ -26,24 +27,10 @@ from nanovllm.utils.hf import ModelConfig
 
 META = torch.device("meta")
 
-QWEN3_06B = ModelConfig(
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=2,  # the first one, and one like all others
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    attention_bias=False,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
+SHALLOW = replace(QWEN3_06B, num_hidden_layers=2)  # the first layer, and one like all others
 # As many query heads for a KV head as any Qwen3 has; sizes that are no powers of two.
 ODD = replace(
-    QWEN3_06B,
+    SHALLOW,
     hidden_size=1000,
     intermediate_size=1112,
     num_attention_heads=16,
@@ -52,7 +39,7 @@ ODD = replace(
     attention_bias=True,
     dtype="float16",
 )
-FLOAT32 = replace(QWEN3_06B, head_dim=64, dtype="float32")
+FLOAT32 = replace(SHALLOW, head_dim=64, dtype="float32")
 
 
 def stand_in(capability: int) -> None:
@@ -109,7 +96,7 @@ if __name__ == "__main__":
     stand_in(capability)
     fake_capture(pytest.MonkeyPatch())
     # One row, and for several the three ways of decode attention to split contexts.
-    compile_all(QWEN3_06B, 256, [1, 16, 64], top_k=1, top_p=1, min_p=0)
+    compile_all(SHALLOW, 256, [1, 16, 64], top_k=1, top_p=1, min_p=0)
     if capability in (86, 90):
         compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step
         compile_all(FLOAT32, 256, [3], top_k=1)

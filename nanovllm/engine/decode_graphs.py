@@ -3,7 +3,7 @@
 The batch lives on the GPU. A step samples the ids that are the next step's input and moves the
 context lengths on, all inside the graph: while the same sequences go on, a step needs nothing from
 the host. When they change, or one gets a new block, the whole batch is described again, in one
-copy from one pinned buffer.
+copy from one pinned buffer; the rows of pending tokens, where there are any, follow in another.
 """
 
 from bisect import bisect_left
