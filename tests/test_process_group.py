@@ -3,13 +3,15 @@
 import threading
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils import symmetric_memory
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
-from nanovllm.utils.symmetric_memory import OwnNumbers, signals_to_set
+from nanovllm.utils.symmetric_memory import OwnNumbers, SymmetricAllReduce, signals_to_set
 
 
 class NcclAsLocksGo:
@@ -66,6 +68,38 @@ def test_exchanges_of_memory_are_numbered_from_0() -> None:
             assert store.multi_get(["0", "1"]) == values
             assert store.add("count", 1) == rank + 1
     del server
+
+
+def test_torch_finds_the_ranks_by_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 looks for them while memory is exchanged: in its registry, until the owner of
+    the name is gone."""
+    found: list[tuple[int, int]] = []
+
+    class Memory:
+        """The parts that need a GPU."""
+
+        set_group_info = staticmethod(lambda name, rank, size, store: None)
+        empty_strided_p2p = staticmethod(lambda size, stride, dtype, device: torch.empty(size))
+        signal_pad_size = 64
+
+        @classmethod
+        def rendezvous(cls, buffer: torch.Tensor, name: str) -> Any:
+            group = dist.distributed_c10d._resolve_process_group(name)
+            found.append((group.rank(), group.size()))
+            return cls()
+
+        def get_signal_pad(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(symmetric_memory, "_SymmetricMemory", Memory)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    for _ in range(2):  # a second engine of the process, with a name of its own
+        name = f"ranks-{uuid4()}"
+        summer = SymmetricAllReduce(dist.HashStore(), name, 1, 2, torch.device("cpu"))
+        del summer
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._resolve_process_group(name)
+    assert found == [(1, 2), (1, 2)]
 
 
 class BlockAtBarriers:

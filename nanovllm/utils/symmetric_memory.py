@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 MAX_BYTES = 8 << 20  # 512 rows of 8,192 in bfloat16; NCCL is as good from there on
 ONE_SHOT_BYTES = 64 << 10  # up to here every rank reads all of it, above only its share, twice
@@ -53,7 +53,11 @@ class SymmetricAllReduce:
         `name` must be new in this process. Raises what torch raises where it or the GPUs cannot."""
         self.name, self.size, self.device = name, size, device
         store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
+        # By this name torch finds who takes part: an older one here, 2.11 in its registry of groups,
+        # which keeps none alive. This one exchanges nothing itself.
         _SymmetricMemory.set_group_info(name, rank, size, store)
+        self._group = dist.ProcessGroup(store, rank, size)
+        _register_process_group(name, self._group)
         buffer = _SymmetricMemory.empty_strided_p2p((MAX_BYTES // 4,), (1,), torch.float32, device)
         self.handle = _SymmetricMemory.rendezvous(buffer, name)
         self.buffers = {torch.float32: buffer, torch.bfloat16: buffer.view(torch.bfloat16)}
