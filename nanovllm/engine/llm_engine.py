@@ -183,12 +183,21 @@ class LLMEngine:
         """
         self._check_running()
         requests = self._make_requests(paired(prompts, sampling_params))
+        left = {request.seq.seq_id: request for request in requests}
+        completions = {}
         try:
             self._add(requests)
-            self._run_until_finished(requests, use_tqdm)
+            with closing(ProgressBar(len(requests), self.scheduler, use_tqdm)) as bar:
+                while left and not self._run_ahead.is_idle():  # idle, some left: they were aborted
+                    finished, num_tokens = self._loop_step()
+                    done = [seq_id for seq_id, _ in finished if seq_id in left]
+                    # Now, while the next step runs on the GPU: all texts together take longer.
+                    completions |= {seq_id: left.pop(seq_id).completion() for seq_id in done}
+                    bar.update(len(done), num_tokens)
         finally:
             self._end_loop(requests)
-        return [request.completion() for request in requests]
+        completions |= {seq_id: request.completion() for seq_id, request in left.items()}
+        return [completions[request.seq.seq_id] for request in requests]
 
     def chat(
         self,
@@ -238,15 +247,6 @@ class LLMEngine:
                         yield increment
         finally:
             self._end_loop(requests)
-
-    def _run_until_finished(self, requests: list[Request], use_tqdm: bool) -> None:
-        left = {request.seq.seq_id for request in requests}
-        with closing(ProgressBar(len(requests), self.scheduler, use_tqdm)) as bar:
-            while left and not self._run_ahead.is_idle():  # idle with some left: they were aborted
-                finished, num_tokens = self._loop_step()
-                done = left.intersection(seq_id for seq_id, _ in finished)
-                left -= done
-                bar.update(len(done), num_tokens)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since start, and the state now.
