@@ -168,12 +168,32 @@ def test_a_batch_with_padding_rows(shape: Shape, batch: int, device: torch.devic
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_long_contexts_are_cut_and_merged(shape: Shape, device: torch.device) -> None:
-    """Around the lengths at which a part more is made, and where the last parts are left empty:
-    1,000 past positions in 7 parts of 192 are over in the sixth."""
-    most, least = module.split_limits(1, shape.kv_heads)
-    assert (most, least) == (16, 128)
-    for past in (2 * least - 1, 2 * least, 3 * least + 1, 1000, most * least + 65):
+    """Around the lengths at which a part more is made, and past those that the most parts hold:
+    then all are longer, and the last may be left over (2,050 past positions in parts of 192)."""
+    most, part, _ = module.split_limits(1, shape.kv_heads)
+    assert (most, part) == (16, 128)
+    for past in (part - 1, part, part + 1, 3 * part, 1000, most * part, most * part + 2):
         check(Step(shape, [past + 1], device))
+
+
+MIXED = {
+    "one": [300],
+    "three": [1, 0, 700],
+    "one long among short ones": [5] * 8 + [1500] + [9] * 8,
+    "mixed": [1 + i * i * 3 % 601 for i in range(17)],
+    "mostly padding": [290, 0, 1, *[0] * 13, 270],
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("part", [64, 128, 256])
+@pytest.mark.parametrize("contexts", MIXED.values(), ids=MIXED)
+def test_how_a_batch_is_cut_changes_nothing(
+    contexts: list[int], part: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule for large batches, and other ones, on batches of very different lengths."""
+    monkeypatch.setattr(module, "split_limits", lambda num_seqs, num_kv_heads: (8, part, 2))
+    check(Step(SHAPES[1], contexts, device))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -210,8 +230,8 @@ def test_slot_minus_one_with_a_context_stores_nothing(device: torch.device) -> N
 def test_split_limits_are_what_the_merge_can_hold() -> None:
     """The number of parts is a power of two: one load takes them all. Small batches get more."""
     limits = [module.split_limits(n, 8) for n in (1, 2, 4, 16, 17, 64, 256)]
-    assert all(most & (most - 1) == 0 and least >= module.KEYS for most, least in limits)
-    assert [most for most, _ in limits] == sorted((most for most, _ in limits), reverse=True)
+    assert all(most & (most - 1) == 0 and part % module.KEYS == 0 for most, part, _ in limits)
+    assert [most for most, _, _ in limits] == sorted((most for most, _, _ in limits), reverse=True)
 
 
 # --- positions and slots --------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.decode_kernels import merged_parts
+from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
@@ -16,14 +18,11 @@ KEYS = 64  # positions per inner step
 
 
 @triton.jit
-def _normed_halves(ptr, at, mask, weight_ptr, col, in_row, eps, DIM: tl.constexpr):
-    """Rows of a head's numbers in two halves, RMS-normalized, float32."""
-    a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(ptr + at + DIM // 2, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / DIM + eps)[:, None]
-    wa = tl.load(weight_ptr + col, mask=in_row, other=0.0)
-    wb = tl.load(weight_ptr + DIM // 2 + col, mask=in_row, other=0.0)
-    return a * scale * wa, b * scale * wb
+def _block_of(table_ptr, start, key, end, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """The block of positions start + key: one, or one each where blocks are no multiple of KEYS.
+    Positions from `end` on are in no block that is read."""
+    at = start if BLOCK_SIZE % KEYS == 0 else start + key
+    return tl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -57,52 +56,65 @@ def _decode_attention_kernel(
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    PART: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence, KV head, split). A context is cut into up to SPLITS parts of at least
-    MIN_SPLIT positions; the programs of the other splits have nothing to do.
+    """A program for each (sequence, split, KV head), in this order. A context is cut into parts of
+    PART positions, or longer ones if SPLITS of them do not hold it; the programs of the splits that
+    are left have nothing to do. They come between others: at the end of the launch, where the GPU
+    runs empty, they would be waited for.
 
     The new position's k and v are used from registers by split 0, which also stores them; all
     splits read the pool only before that position, so no program reads what another one writes."""
     pdl_launch(PDL)
     pdl_wait(PDL)
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(0) // KV_HEADS % SPLITS
+    seq = tl.program_id(0) // (KV_HEADS * SPLITS)
     context_len = tl.load(context_len_ptr + seq)
     num_old = context_len - 1
-    num_splits = tl.maximum(tl.minimum(num_old // MIN_SPLIT, SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_old, SPLITS), KEYS) * KEYS, PART)
+    num_splits = tl.maximum(tl.cdiv(num_old, per_split), 1)
     if (context_len > 0) & (split < num_splits):  # length 0 marks a padding row of a CUDA graph
         dtype = qkv_ptr.dtype.element_ty
+        first = split * per_split
+        end = tl.minimum(first + per_split, num_old)
+        key = tl.arange(0, KEYS)
+        table_ptr += seq.to(tl.int64) * table_stride
+        block = _block_of(table_ptr, first, key, end, BLOCK_SIZE, KEYS)
         qkv_ptr += seq.to(tl.int64) * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
         wide = tl.arange(0, WIDE)[None, :]
         in_row = col < DIM // 2
-        q_mask = (row < GROUP) & in_row
-        q_at = (kv_head * GROUP + row) * DIM + col
-        a, b = _normed_halves(qkv_ptr, q_at, q_mask, q_weight_ptr, col, in_row, eps, DIM)
+        # All loads before the first sum, so that they are waited for once.
+        head_at = kv_head * DIM
+        q_from = qkv_ptr + (kv_head * GROUP + row) * DIM + col
+        k_from = qkv_ptr + HEADS * DIM + head_at + tl.arange(0, 1)[:, None] * DIM + col
+        num_new = tl.where(split == 0, DIM, 0)  # the other splits have no use for the new k and v
+        new = col < num_new // 2
+        q_a, q_b = load_halves(q_from, (row < GROUP) & in_row, DIM)
+        k_a, k_b = load_halves(k_from, new, DIM)
+        q_wa, q_wb = load_halves(q_weight_ptr + col, in_row, DIM)
+        k_wa, k_wb = load_halves(k_weight_ptr + col, new, DIM)
         angle = (context_len - 1).to(tl.int64) * (DIM // 2) + col
         cos = tl.load(cos_ptr + angle, mask=in_row, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=in_row, other=0.0)
-        qa, qb = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+        v_from = qkv_ptr + (HEADS + KV_HEADS) * DIM + head_at + wide
+        new_v = tl.load(v_from, mask=wide < num_new, other=0.0)
+        slot = tl.load(slot_ptr + seq).to(tl.int64)
 
-        head_at = kv_head * DIM
+        qa, qb = norm_and_rotate(q_a, q_b, q_wa, q_wb, cos, sin, eps, DIM)
+        qa, qb = qa.to(dtype), qb.to(dtype)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, KEYS), tl.float32)  # of weights; added up once, at the end
         acc = tl.zeros((ROWS, WIDE), tl.float32)
         if split == 0:
-            one = tl.arange(0, 1)[:, None]
-            k_from = HEADS * DIM + head_at + one * DIM + col
-            ka, kb = _normed_halves(qkv_ptr, k_from, in_row, k_weight_ptr, col, in_row, eps, DIM)
-            new_ka, new_kb = (ka * cos - kb * sin).to(dtype), (kb * cos + ka * sin).to(dtype)
-            v_from = (HEADS + KV_HEADS) * DIM + head_at + wide
-            new_v = tl.load(qkv_ptr + v_from, mask=wide < DIM, other=0.0)
-            # 64-bit: slot * (KV_HEADS * DIM) passes 2^31 in a pool of a few GiB.
-            slot = tl.load(slot_ptr + seq).to(tl.int64)
+            new_ka, new_kb = norm_and_rotate(k_a, k_b, k_wa, k_wb, cos, sin, eps, DIM)
+            new_ka, new_kb = new_ka.to(dtype), new_kb.to(dtype)
             if slot >= 0:  # -1: padding, skipped without a wait on the host
+                # 64-bit: it passes 2^31 in a pool of a few GiB.
                 to = slot * (KV_HEADS * DIM) + head_at
                 tl.store(k_cache_ptr + to + col, new_ka, mask=in_row)
                 tl.store(k_cache_ptr + to + DIM // 2 + col, new_kb, mask=in_row)
@@ -110,25 +122,20 @@ def _decode_attention_kernel(
             product = qa.to(tl.float32) * new_ka.to(tl.float32)
             product += qb.to(tl.float32) * new_kb.to(tl.float32)
             best = tl.sum(product, axis=1) * log2_scale
-            total = tl.full((ROWS,), 1.0, tl.float32)
+            sums += tl.where(key == 0, 1.0, 0.0)[None, :]
             acc += new_v.to(tl.float32)
 
-        per_split = tl.cdiv(tl.cdiv(num_old, num_splits), KEYS) * KEYS
-        first = split * per_split
-        end = tl.minimum(first + per_split, num_old)
-        table_ptr += seq.to(tl.int64) * table_stride
-        key = tl.arange(0, KEYS)
         half = tl.arange(0, HALF)[:, None]
         in_half = half < DIM // 2
         for start in range(first, end, KEYS):
             valid = start + key < end
-            if BLOCK_SIZE % KEYS == 0:  # all these positions are in one block
-                block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            if BLOCK_SIZE % KEYS == 0:
                 slots = block * BLOCK_SIZE + start % BLOCK_SIZE + key
             else:
-                at = start + key
-                block = tl.load(table_ptr + at // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-                slots = block * BLOCK_SIZE + at % BLOCK_SIZE
+                slots = block * BLOCK_SIZE + (start + key) % BLOCK_SIZE
+            # Known a step ahead, or the loads of k and v would wait for it, and Triton would spend
+            # one of its pipeline's stages on it.
+            block = _block_of(table_ptr, start + KEYS, key, end, BLOCK_SIZE, KEYS)
             offset = slots * (KV_HEADS * DIM) + head_at
             k_mask = in_half & valid[None, :]
             ka = tl.load(k_cache_ptr + offset[None, :] + half, mask=k_mask, other=0.0)
@@ -141,10 +148,11 @@ def _decode_attention_kernel(
             new_best = tl.maximum(best, tl.max(scores, axis=1))
             weight = tl.exp2(scores - new_best[:, None])
             fade = tl.exp2(best - new_best)
-            total = total * fade + tl.sum(weight, axis=1)
+            sums = sums * fade[:, None] + weight
             acc = acc * fade[:, None] + tl.dot(weight.to(dtype), v, input_precision=PRECISION)
             best = new_best
 
+        total = tl.sum(sums, axis=1)
         out_mask = (row < GROUP) & (wide < DIM)
         out_at = (seq.to(tl.int64) * HEADS + kv_head * GROUP + row) * DIM + wide
         if num_splits == 1:
@@ -162,39 +170,27 @@ def _decode_attention_kernel(
             tl.debug_barrier()
             done = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
             if done == num_splits - 1:
-                # All parts in one load. .cg: from L2, where other programs' stores are.
-                each = tl.arange(0, SPLITS)[:, None]
-                small = tl.arange(0, SMALL)[None, :]
-                there = (each < num_splits) & (small < GROUP)
-                at = part_stats_ptr + (group * SPLITS + each) * (2 * SMALL) + small
-                bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
-                overall = tl.max(tl.where(there, bests, -1e30), axis=0)
-                share = tl.exp2(bests - overall[None, :])
-                whole = tl.sum(totals * share, axis=0)
-                parts_at = ((group * SPLITS + each) * SMALL + small)[:, :, None] * WIDE
-                parts = tl.load(
-                    part_ptr + parts_at + tl.arange(0, WIDE)[None, None, :],
-                    mask=there[:, :, None],
-                    other=0.0,
-                    cache_modifier=".cg",
+                first_part = group * SPLITS
+                merged = merged_parts(
+                    part_ptr, part_stats_ptr, first_part, num_splits, GROUP, SPLITS, SMALL, WIDE
                 )
-                merged = tl.sum(parts * share[:, :, None], axis=0) / whole[:, None]
                 head = tl.arange(0, SMALL)[:, None]
                 to = (seq.to(tl.int64) * HEADS + kv_head * GROUP + head) * DIM + wide
                 tl.store(out_ptr + to, merged.to(dtype), mask=(head < GROUP) & (wide < DIM))
                 tl.store(counter_ptr + group, 0)  # ready for the next launch
 
 
-def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
-    """(most splits of a context, a power of two; least positions of one) for a batch.
+def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int, int]:
+    """(most splits of a context, a power of two; positions of one, a multiple of KEYS; num_stages)
+    for a batch.
 
-    A small batch needs splits to fill the GPU. A large one fills it, but its longest contexts,
-    in one program each, would still be running when all others have ended."""
+    A small batch needs splits to fill the GPU, and each program two tiles of keys in flight to keep
+    the memory busy. A large one fills it, with more programs on a multiprocessor the less of its
+    memory each takes; it is cut so that the last ones do not run alone for long."""
     programs = num_seqs * num_kv_heads
     if programs <= 128:
-        return (16 if programs <= 16 else 8), 128
-    return 4, 512
+        return (16 if programs <= 16 else 8), 128, 3
+    return 8, 256, 2
 
 
 class DecodeAttention:
@@ -227,16 +223,17 @@ class DecodeAttention:
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
-        splits, min_split = split_limits(num_seqs, num_kv_heads)
+        splits, part, num_stages = split_limits(num_seqs, num_kv_heads)
         small = triton.next_power_of_2(group)
         rows = max(small, 16)  # the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
+        if wide * qkv.element_size() > 256:
+            num_stages = 2  # not every GPU has the shared memory for two such tiles of k and of v
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        parts, stats, counters = self._scratch(
-            num_seqs * num_kv_heads, splits, small, wide, qkv.device
-        )
+        groups = num_seqs * num_kv_heads
+        parts, stats, counters = self._scratch(groups, splits, small, wide, qkv.device)
         pdl = use_pdl(qkv)
-        _decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
+        _decode_attention_kernel[(num_seqs * num_kv_heads * splits,)](
             qkv,
             qkv.stride(0),
             cos,
@@ -266,11 +263,11 @@ class DecodeAttention:
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
             KEYS=KEYS,
-            MIN_SPLIT=min_split,
+            PART=part,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             PDL=pdl,
             num_warps=4,
-            num_stages=3,
+            num_stages=num_stages,
             **({"launch_pdl": True} if pdl else {}),
         )
         return out

@@ -1,4 +1,7 @@
-"""Triton kernel: where a decode step's new positions stand. Needs triton to import."""
+"""Triton: where a decode step's new positions stand, and how the parts of an attention are merged.
+
+Needs triton to import.
+"""
 
 import torch
 import triton
@@ -34,3 +37,31 @@ def positions_and_slots(
         num_warps=1,
     )
     return positions, slots
+
+
+@triton.jit
+def merged_parts(
+    part_ptr,
+    part_stats_ptr,
+    first_part,
+    num_parts,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SMALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attention over a whole context, [SMALL, WIDE], of which GROUP rows count, from that over its
+    parts: of each, the weighted sums of values [SMALL, WIDE], and the maximum and the sum of the
+    weights [2, SMALL]. All in one load, from L2 (.cg), where the other programs' stores are."""
+    each = first_part + tl.arange(0, SPLITS)[:, None]
+    small = tl.arange(0, SMALL)[None, :]
+    there = (each < first_part + num_parts) & (small < GROUP)
+    at = part_stats_ptr + each * (2 * SMALL) + small
+    bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
+    overall = tl.max(tl.where(there, bests, -1e30), axis=0)
+    share = tl.exp2(bests - overall[None, :])
+    whole = tl.sum(totals * share, axis=0)
+    at = (each * SMALL + small)[:, :, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
+    parts = tl.load(part_ptr + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+    return tl.sum(parts * share[:, :, None], axis=0) / whole[:, None]
