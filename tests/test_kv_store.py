@@ -73,7 +73,9 @@ def by_decode_attention(step: Step, k_cache: torch.Tensor, v_cache: torch.Tensor
         context_lens=step.positions + 1,
         block_tables=torch.zeros(len(step.slots), 4, dtype=torch.int32, device=step.qkv.device),
     )
-    decode_attention.DecodeAttention()(
+    attention = decode_attention.DecodeAttention()
+    attention.plan(context, step.num_kv_heads)
+    attention(
         step.qkv, step.num_kv_heads, step.cos, step.sin, step.weight, step.weight, EPS,
         k_cache, v_cache, context, 1.0,
     )  # fmt: skip

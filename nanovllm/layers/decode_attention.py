@@ -1,20 +1,26 @@
 """Decode attention over the paged pool, one Triton kernel: q/k norm, RoPE, KV store, attention.
 
 Serves any head size, block size and GPU that Triton serves. One program handles one KV head of one
-sequence, its group of query heads being the rows of the products (Dao et al. 2023, "Flash-Decoding"
-when the context is split). Needs triton to import.
+part of a context, its group of query heads being the rows of the products (Dao et al. 2023,
+"Flash-Decoding" when a context is cut into several). Needs triton to import.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.decode_kernels import merged_parts
+from nanovllm.layers.decode_kernels import merged_parts, prefetch_past, work_item, work_list
 from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
 KEYS = 64  # positions per inner step
+# Two tiles of keys and of values on their way while a third is computed with: 64 KiB for head size
+# 128, which three programs of a multiprocessor can have, and which keeps an H200's memory busy.
+STAGES, WARPS = 3, 4
+# About as many programs as run at once: what is read is in equal shares for them if it is cut.
+PROGRAMS = 384
+AHEAD = 2  # tiles whose keys and values are asked for before the wait
 
 
 @triton.jit
@@ -25,7 +31,7 @@ def _block_of(table_ptr, start, key, end, BLOCK_SIZE: tl.constexpr, KEYS: tl.con
     return tl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items"])
 def _decode_attention_kernel(
     qkv_ptr,
     qkv_stride,
@@ -40,6 +46,8 @@ def _decode_attention_kernel(
     context_len_ptr,
     table_ptr,
     table_stride,
+    work_ptr,
+    num_items,
     out_ptr,
     part_ptr,
     part_stats_ptr,
@@ -50,67 +58,75 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     SMALL: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
-    PART: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each (sequence, split, KV head), in this order. A context is cut into parts of
-    PART positions, or longer ones if SPLITS of them do not hold it; the programs of the splits that
-    are left have nothing to do. They come between others: at the end of the launch, where the GPU
-    runs empty, they would be waited for.
+    """A program for each (item of the work list, KV head), in this order; those behind the list's
+    end, fixed by a CUDA graph, have nothing to do.
 
-    The new position's k and v are used from registers by split 0, which also stores them; all
-    splits read the pool only before that position, so no program reads what another one writes."""
+    Before the wait it loads what no kernel of this step's layers writes: the work list, lengths,
+    tables, RoPE's angles, weights, all written by copies or kernels launched without PDL, which end
+    before anything after them begins; and the pool's past, written in earlier steps, which a CUDA
+    graph's start is after. Only qkv comes from this layer.
+
+    The new position's k and v are used from registers by the context's first part, which also
+    stores them; all parts read the pool only before that position, so no program reads what another
+    one writes."""
     pdl_launch(PDL)
-    pdl_wait(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
-    split = tl.program_id(0) // KV_HEADS % SPLITS
-    seq = tl.program_id(0) // (KV_HEADS * SPLITS)
-    context_len = tl.load(context_len_ptr + seq)
-    num_old = context_len - 1
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(num_old, SPLITS), KEYS) * KEYS, PART)
-    num_splits = tl.maximum(tl.cdiv(num_old, per_split), 1)
-    if (context_len > 0) & (split < num_splits):  # length 0 marks a padding row of a CUDA graph
+    item = tl.program_id(0) // KV_HEADS
+    seq, part, num_parts, length = work_item(work_ptr, item, KEYS)
+    if num_parts == 0:
+        pdl_wait(PDL)  # for the kernels after this one, to which its end means that those before it
+    else:  # have ended
         dtype = qkv_ptr.dtype.element_ty
-        first = split * per_split
-        end = tl.minimum(first + per_split, num_old)
+        first = part * length
+        context_len = tl.load(context_len_ptr + seq)
         key = tl.arange(0, KEYS)
-        table_ptr += seq.to(tl.int64) * table_stride
+        table_ptr += seq * table_stride
+        end = tl.minimum(first + length, context_len - 1)
         block = _block_of(table_ptr, first, key, end, BLOCK_SIZE, KEYS)
-        qkv_ptr += seq.to(tl.int64) * qkv_stride
+        slot = tl.load(slot_ptr + seq).to(tl.int64)
+        head_at = kv_head * DIM
+        if PDL and AHEAD > 0:
+            prefetch_past(
+                k_cache_ptr + head_at, v_cache_ptr + head_at, KV_HEADS * DIM, table_ptr, first, end,
+                DIM, BLOCK_SIZE, AHEAD * KEYS,
+            )  # fmt: skip
+        qkv_ptr += seq * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
         wide = tl.arange(0, WIDE)[None, :]
         in_row = col < DIM // 2
-        # All loads before the first sum, so that they are waited for once.
-        head_at = kv_head * DIM
-        q_from = qkv_ptr + (kv_head * GROUP + row) * DIM + col
-        k_from = qkv_ptr + HEADS * DIM + head_at + tl.arange(0, 1)[:, None] * DIM + col
-        num_new = tl.where(split == 0, DIM, 0)  # the other splits have no use for the new k and v
+        num_new = tl.where(part == 0, DIM, 0)  # the other parts have no use for the new k and v
         new = col < num_new // 2
-        q_a, q_b = load_halves(q_from, (row < GROUP) & in_row, DIM)
-        k_a, k_b = load_halves(k_from, new, DIM)
         q_wa, q_wb = load_halves(q_weight_ptr + col, in_row, DIM)
         k_wa, k_wb = load_halves(k_weight_ptr + col, new, DIM)
         angle = (context_len - 1).to(tl.int64) * (DIM // 2) + col
         cos = tl.load(cos_ptr + angle, mask=in_row, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=in_row, other=0.0)
+
+        pdl_wait(PDL)
+        # All loads before the first sum, so that they are waited for once.
+        q_from = qkv_ptr + (kv_head * GROUP + row) * DIM + col
+        k_from = qkv_ptr + HEADS * DIM + head_at + tl.arange(0, 1)[:, None] * DIM + col
+        q_a, q_b = load_halves(q_from, (row < GROUP) & in_row, DIM)
+        k_a, k_b = load_halves(k_from, new, DIM)
         v_from = qkv_ptr + (HEADS + KV_HEADS) * DIM + head_at + wide
         new_v = tl.load(v_from, mask=wide < num_new, other=0.0)
-        slot = tl.load(slot_ptr + seq).to(tl.int64)
 
         qa, qb = norm_and_rotate(q_a, q_b, q_wa, q_wb, cos, sin, eps, DIM)
         qa, qb = qa.to(dtype), qb.to(dtype)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         sums = tl.zeros((ROWS, KEYS), tl.float32)  # of weights; added up once, at the end
         acc = tl.zeros((ROWS, WIDE), tl.float32)
-        if split == 0:
+        if part == 0:
             new_ka, new_kb = norm_and_rotate(k_a, k_b, k_wa, k_wb, cos, sin, eps, DIM)
             new_ka, new_kb = new_ka.to(dtype), new_kb.to(dtype)
             if slot >= 0:  # -1: padding, skipped without a wait on the host
@@ -154,53 +170,48 @@ def _decode_attention_kernel(
 
         total = tl.sum(sums, axis=1)
         out_mask = (row < GROUP) & (wide < DIM)
-        out_at = (seq.to(tl.int64) * HEADS + kv_head * GROUP + row) * DIM + wide
-        if num_splits == 1:
+        out_at = (seq * HEADS + kv_head * GROUP + row) * DIM + wide
+        if num_parts == 1:
             tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
         else:
-            group = seq.to(tl.int64) * KV_HEADS + kv_head
-            part = group * SPLITS + split
-            compact = part * (SMALL * WIDE) + row * WIDE + wide
+            # As in the list, the parts of a context are next to each other.
+            here = kv_head.to(tl.int64) * num_items + item
+            compact = here * (SMALL * WIDE) + row * WIDE + wide
             tl.store(part_ptr + compact, acc, mask=(row < GROUP) & (wide < WIDE))
-            stats = part_stats_ptr + part * (2 * SMALL) + tl.arange(0, ROWS)
+            stats = part_stats_ptr + here * (2 * SMALL) + tl.arange(0, ROWS)
             in_group = tl.arange(0, ROWS) < GROUP
             tl.store(stats, best, mask=in_group)
             tl.store(stats + SMALL, total, mask=in_group)
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
-            done = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
-            if done == num_splits - 1:
-                first_part = group * SPLITS
+            counter_ptr += seq * KV_HEADS + kv_head
+            done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if done == num_parts - 1:
                 merged = merged_parts(
-                    part_ptr, part_stats_ptr, first_part, num_splits, GROUP, SPLITS, SMALL, WIDE
+                    part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE, CHUNK=16
                 )
                 head = tl.arange(0, SMALL)[:, None]
-                to = (seq.to(tl.int64) * HEADS + kv_head * GROUP + head) * DIM + wide
+                to = (seq * HEADS + kv_head * GROUP + head) * DIM + wide
                 tl.store(out_ptr + to, merged.to(dtype), mask=(head < GROUP) & (wide < DIM))
-                tl.store(counter_ptr + group, 0)  # ready for the next launch
-
-
-def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int, int]:
-    """(most splits of a context, a power of two; positions of one, a multiple of KEYS; num_stages)
-    for a batch.
-
-    A small batch needs splits to fill the GPU, and each program two tiles of keys in flight to keep
-    the memory busy. A large one fills it, with more programs on a multiprocessor the less of its
-    memory each takes; it is cut so that the last ones do not run alone for long."""
-    programs = num_seqs * num_kv_heads
-    if programs <= 128:
-        return (16 if programs <= 16 else 8), 128, 3
-    return 8, 256, 2
+                tl.store(counter_ptr, 0)  # ready for the next launch
 
 
 class DecodeAttention:
-    """The launch of the kernel, and the scratch space that split contexts are merged in.
+    """The launch of the kernel, the work list of the step, and the scratch space that the parts of
+    contexts are merged in.
 
     One object serves all layers of an engine, whose launches follow each other on one stream.
     """
 
     def __init__(self) -> None:
         self.scratch: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+        self.planned: tuple[Context, torch.Tensor] | None = None  # the step, its work list
+
+    def plan(self, context: Context, num_kv_heads: int) -> None:
+        """Once a step, before its first layer: see which contexts are to be cut, and where. Between
+        this and the first layer's launch must be another kernel, launched without PDL."""
+        shares = max(PROGRAMS // num_kv_heads, 1)
+        self.planned = context, work_list(context.context_lens, shares, KEYS)
 
     def __call__(
         self,
@@ -218,22 +229,27 @@ class DecodeAttention:
     ) -> torch.Tensor:
         """qkv [N, heads + 2 kv_heads, d], one new position per sequence, not normalized or rotated
         yet -> [N, heads, d]. Writes the new k and v to context.slot_mapping of the caches [blocks,
-        block_size, kv_heads, d]. A row of context length 0 is left unwritten."""
+        block_size, kv_heads, d]. A row of context length 0 is left unwritten. `plan` has seen the
+        context."""
+        planned_for, work = self.planned
+        assert planned_for is context
         num_seqs, num_rows, head_dim = qkv.shape
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
-        splits, part, num_stages = split_limits(num_seqs, num_kv_heads)
         small = triton.next_power_of_2(group)
         rows = max(small, 16)  # the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
-        if wide * qkv.element_size() > 256:
-            num_stages = 2  # not every GPU has the shared memory for two such tiles of k and of v
+        # Not every GPU has the shared memory for two tiles of k and of v that are larger.
+        num_stages = 2 if wide * qkv.element_size() > 256 else STAGES
+        num_items = len(work)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        groups = num_seqs * num_kv_heads
-        parts, stats, counters = self._scratch(groups, splits, small, wide, qkv.device)
+        extra = num_items - num_seqs
+        parts, stats, counters = self._scratch(
+            num_seqs, extra, num_kv_heads, small, wide, qkv.device
+        )
         pdl = use_pdl(qkv)
-        _decode_attention_kernel[(num_seqs * num_kv_heads * splits,)](
+        _decode_attention_kernel[(num_items * num_kv_heads,)](
             qkv,
             qkv.stride(0),
             cos,
@@ -247,6 +263,8 @@ class DecodeAttention:
             context.context_lens,
             context.block_tables,
             context.block_tables.stride(0),
+            work,
+            num_items,
             out,
             parts,
             stats,
@@ -257,32 +275,32 @@ class DecodeAttention:
             GROUP=group,
             DIM=head_dim,
             BLOCK_SIZE=k_cache.shape[1],
-            SPLITS=splits,
             ROWS=rows,
             SMALL=small,
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
             KEYS=KEYS,
-            PART=part,
+            AHEAD=AHEAD,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             PDL=pdl,
-            num_warps=4,
+            num_warps=WARPS,
             num_stages=num_stages,
             **({"launch_pdl": True} if pdl else {}),
         )
         return out
 
     def _scratch(
-        self, groups: int, splits: int, rows: int, wide: int, device: torch.device
+        self, seqs: int, extra: int, kv_heads: int, rows: int, wide: int, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Partial results [groups, splits, rows, wide], their maxima and sums, and counters that
-        are 0 between launches. Kept: a CUDA graph remembers the addresses."""
-        groups = triton.next_power_of_2(groups)  # so that batches of all sizes share a few
-        key = (groups, splits, rows, wide)
+        """Partial results [kv_heads, seqs + extra, rows, wide], their maxima and sums, and counters
+        that are 0 between launches. Kept: a CUDA graph remembers the addresses."""
+        seqs = triton.next_power_of_2(seqs)  # so that batches of all sizes share a few
+        key = (seqs, extra, kv_heads, rows, wide)
         if key not in self.scratch:
+            parts = kv_heads * (seqs + extra)
             self.scratch[key] = (
-                torch.empty(groups * splits * rows * wide, dtype=torch.float32, device=device),
-                torch.empty(groups * splits * rows * 2, dtype=torch.float32, device=device),
-                torch.zeros(groups, dtype=torch.int32, device=device),
+                torch.empty(parts * rows * wide, dtype=torch.float32, device=device),
+                torch.empty(parts * rows * 2, dtype=torch.float32, device=device),
+                torch.zeros(seqs * kv_heads, dtype=torch.int32, device=device),
             )
         return self.scratch[key]

@@ -1,6 +1,6 @@
-"""Triton: where a decode step's new positions stand, and how the parts of an attention are merged.
-
-Needs triton to import.
+"""Triton: what decode attention needs around it. Once a step, where the new positions stand and how
+the contexts are cut into parts; inside the kernel, how those parts are merged. Needs triton to
+import.
 """
 
 import torch
@@ -40,28 +40,145 @@ def positions_and_slots(
 
 
 @triton.jit
+def _cut(context_len, at_most, KEYS: tl.constexpr):
+    """(parts, positions of each, a multiple of KEYS) of the past of a context: as few parts as hold
+    it with `at_most` positions each, all of one length. None for a padding row."""
+    past = tl.maximum(context_len - 1, 0)
+    fewest = tl.maximum(tl.cdiv(past, at_most), 1)
+    length = tl.maximum(tl.cdiv(tl.cdiv(past, fewest), KEYS), 1) * KEYS
+    parts = tl.maximum(tl.cdiv(past, length), 1)
+    return tl.where(context_len > 0, parts, 0), length
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _work_list_kernel(
+    context_len_ptr,
+    work_ptr,
+    num_seqs,
+    SHARES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """A program for each sequence, which finds its place among all others. Hundreds of sequences
+    are few numbers, so every program adds up all of them."""
+    seq = tl.program_id(0)
+    each = tl.arange(0, SEQS)
+    context_lens = tl.load(context_len_ptr + each, mask=each < num_seqs, other=0)
+    past = tl.sum(tl.maximum(context_lens - 1, 0).to(tl.int64), axis=0)
+    at_most = tl.maximum(tl.cdiv(tl.cdiv(past, SHARES), KEYS), 1).to(tl.int32) * KEYS
+    parts, lengths = _cut(context_lens, at_most, KEYS)
+    my_parts, length = _cut(tl.load(context_len_ptr + seq), at_most, KEYS)
+    earlier = (lengths > length) | ((lengths == length) & (each < seq))
+    first = tl.sum(tl.where(earlier, parts, 0), axis=0)
+    part = tl.arange(0, 2 * SEQS)
+    item = (seq.to(tl.int64) << 40) | ((length // KEYS).to(tl.int64) << 24)
+    tl.store(work_ptr + first + part, item | (part << 12) | my_parts, mask=part < my_parts)
+    if seq == 0:  # the rest of the list
+        total = tl.sum(parts, axis=0)
+        tl.store(work_ptr + total + part, part * 0, mask=total + part < num_seqs + SHARES)
+
+
+@triton.jit
+def work_item(work_ptr, item, KEYS: tl.constexpr):
+    """An item of a `work_list`, in one load: (sequence, part, parts, positions of each); no parts
+    if there is nothing to do."""
+    packed = tl.load(work_ptr + item)
+    length = ((packed >> 24) & 0xFFFF).to(tl.int32) * KEYS
+    return (
+        packed >> 40,
+        ((packed >> 12) & 0xFFF).to(tl.int32),
+        (packed & 0xFFF).to(tl.int32),
+        length,
+    )
+
+
+def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tensor:
+    """context_lens [N] -> int64 [N + shares], the parts of contexts that there are to attend to, as
+    `work_item` reads them: the longest first, those of one context side by side and in order, 0 for
+    what is left of the list. The length of a part is a multiple of `keys`.
+
+    A context is cut only if it is longer than one of `shares` equal shares of all that is to be
+    read: a cut has its price, and pays only where the GPU would wait for a long context. So there
+    are never more than N + shares parts, `shares` of one context."""
+    num_seqs = len(context_lens)
+    work = torch.empty(num_seqs + shares, dtype=torch.int64, device=context_lens.device)
+    _work_list_kernel[(num_seqs,)](
+        context_lens,
+        work,
+        num_seqs,
+        SHARES=shares,
+        KEYS=keys,
+        # Few sizes: each is compiled. Batches of a CUDA graph have one, and so the starting engine.
+        SEQS=triton.next_power_of_2(max(num_seqs, shares, 512)),
+        num_warps=4,
+    )
+    return work
+
+
+@triton.jit
+def _prefetch(ptr):
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(
+        asm, "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_past(
+    k_ptr,
+    v_ptr,
+    stride,
+    table_ptr,
+    first,
+    end,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Have k and v [DIM] of up to KEYS positions from `first` on, `stride` apart in the pool, read
+    into L2. Nothing waits for them."""
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    lines: tl.constexpr = triton.next_power_of_2((DIM * size + 127) // 128)
+    at = tl.maximum(tl.minimum(first + tl.arange(0, KEYS), end - 1), 0)
+    slot = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    offset = slot[:, None] * stride + tl.minimum(tl.arange(0, lines) * (128 // size), DIM - 1)
+    _prefetch(k_ptr + offset)
+    _prefetch(v_ptr + offset)
+
+
+@triton.jit
 def merged_parts(
     part_ptr,
     part_stats_ptr,
     first_part,
     num_parts,
     GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
     SMALL: tl.constexpr,
     WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Attention over a whole context, [SMALL, WIDE], of which GROUP rows count, from that over its
     parts: of each, the weighted sums of values [SMALL, WIDE], and the maximum and the sum of the
-    weights [2, SMALL]. All in one load, from L2 (.cg), where the other programs' stores are."""
-    each = first_part + tl.arange(0, SPLITS)[:, None]
+    weights [2, SMALL]. CHUNK of them in one load, from L2 (.cg), where the other programs' stores
+    are."""
     small = tl.arange(0, SMALL)[None, :]
-    there = (each < first_part + num_parts) & (small < GROUP)
-    at = part_stats_ptr + each * (2 * SMALL) + small
-    bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
-    overall = tl.max(tl.where(there, bests, -1e30), axis=0)
-    share = tl.exp2(bests - overall[None, :])
-    whole = tl.sum(totals * share, axis=0)
-    at = (each * SMALL + small)[:, :, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
-    parts = tl.load(part_ptr + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-    return tl.sum(parts * share[:, :, None], axis=0) / whole[:, None]
+    wide = tl.arange(0, WIDE)[None, None, :]
+    best = tl.full((SMALL,), -1e30, tl.float32)
+    whole = tl.zeros((SMALL,), tl.float32)
+    merged = tl.zeros((SMALL, WIDE), tl.float32)
+    for start in tl.range(0, num_parts, CHUNK, num_stages=1):
+        each = start + tl.arange(0, CHUNK)[:, None]
+        there = (each < num_parts) & (small < GROUP)
+        each += first_part
+        at = part_stats_ptr + each * (2 * SMALL) + small
+        bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
+        at = part_ptr + (each * SMALL + small)[:, :, None] * WIDE + wide
+        parts = tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        fade = tl.exp2(best - new_best)
+        share = tl.exp2(bests - new_best[None, :])
+        whole = whole * fade + tl.sum(totals * share, axis=0)
+        merged = merged * fade[:, None] + tl.sum(parts * share[:, :, None], axis=0)
+        best = new_best
+    return merged / whole[:, None]

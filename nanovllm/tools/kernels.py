@@ -165,8 +165,10 @@ class KernelCases:
             out = torch_attention(q, k, v, *pool, context, self.scale)
             return list(pool) if stored else [out[lens > 0]]
 
+        attention = DecodeAttention()
+        attention.plan(context, self.norm_and_rope[0])
         caches = pool.clone()
-        out = DecodeAttention()(qkv, *self.norm_and_rope, *caches, context, self.scale)
+        out = attention(qkv, *self.norm_and_rope, *caches, context, self.scale)
         return self._judged(list(caches) if stored else [out[lens > 0]], plain, qkv, pool)
 
     def attention_prefill(self) -> Comparison:
