@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.decode_kernels import merged_parts, prefetch_past, work_item, work_list
+from nanovllm.layers.decode_kernels import merged_parts, prefetch, work_item, work_list
 from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
@@ -70,10 +70,9 @@ def _decode_attention_kernel(
     """A program for each (item of the work list, KV head), in this order; those behind the list's
     end, fixed by a CUDA graph, have nothing to do.
 
-    Before the wait it loads what no kernel of this step's layers writes: the work list, lengths,
-    tables, RoPE's angles, weights, all written by copies or kernels launched without PDL, which end
-    before anything after them begins; and the pool's past, written in earlier steps, which a CUDA
-    graph's start is after. Only qkv comes from this layer.
+    Before the wait it reads what no kernel of this step's layers writes: what is the step's, by
+    copies or kernels without PDL, which end before anything after them begins (the embedding is one
+    in every step), and the pool's past, of earlier steps. Only qkv comes from this layer.
 
     The new position's k and v are used from registers by the context's first part, which also
     stores them; all parts read the pool only before that position, so no program reads what another
@@ -83,8 +82,8 @@ def _decode_attention_kernel(
     item = tl.program_id(0) // KV_HEADS
     seq, part, num_parts, length = work_item(work_ptr, item, KEYS)
     if num_parts == 0:
-        pdl_wait(PDL)  # for the kernels after this one, to which its end means that those before it
-    else:  # have ended
+        pdl_wait(PDL)  # a kernel's end means to the next ones that those before it have ended
+    else:
         dtype = qkv_ptr.dtype.element_ty
         first = part * length
         context_len = tl.load(context_len_ptr + seq)
@@ -95,10 +94,9 @@ def _decode_attention_kernel(
         slot = tl.load(slot_ptr + seq).to(tl.int64)
         head_at = kv_head * DIM
         if PDL and AHEAD > 0:
-            prefetch_past(
-                k_cache_ptr + head_at, v_cache_ptr + head_at, KV_HEADS * DIM, table_ptr, first, end,
-                DIM, BLOCK_SIZE, AHEAD * KEYS,
-            )  # fmt: skip
+            ahead = tl.maximum(tl.minimum(first + tl.arange(0, AHEAD * KEYS), end - 1), 0)
+            prefetch(k_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
+            prefetch(v_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
         qkv_ptr += seq * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
@@ -142,7 +140,6 @@ def _decode_attention_kernel(
             acc += new_v.to(tl.float32)
 
         half = tl.arange(0, HALF)[:, None]
-        in_half = half < DIM // 2
         for start in range(first, end, KEYS):
             valid = start + key < end
             if BLOCK_SIZE % KEYS == 0:
@@ -153,7 +150,7 @@ def _decode_attention_kernel(
             # one of its pipeline's stages on it.
             block = _block_of(table_ptr, start + KEYS, key, end, BLOCK_SIZE, KEYS)
             offset = slots * (KV_HEADS * DIM) + head_at
-            k_mask = in_half & valid[None, :]
+            k_mask = (half < DIM // 2) & valid[None, :]
             ka = tl.load(k_cache_ptr + offset[None, :] + half, mask=k_mask, other=0.0)
             kb = tl.load(k_cache_ptr + offset[None, :] + DIM // 2 + half, mask=k_mask, other=0.0)
             v_mask = valid[:, None] & (wide < DIM)
@@ -169,19 +166,19 @@ def _decode_attention_kernel(
             best = new_best
 
         total = tl.sum(sums, axis=1)
-        out_mask = (row < GROUP) & (wide < DIM)
-        out_at = (seq * HEADS + kv_head * GROUP + row) * DIM + wide
+        out_ptr += (seq * HEADS + kv_head * GROUP) * DIM
         if num_parts == 1:
-            tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
+            out = (acc / total[:, None]).to(dtype)
+            tl.store(out_ptr + row * DIM + wide, out, mask=(row < GROUP) & (wide < DIM))
         else:
             # As in the list, the parts of a context are next to each other.
             here = kv_head.to(tl.int64) * num_items + item
             compact = here * (SMALL * WIDE) + row * WIDE + wide
-            tl.store(part_ptr + compact, acc, mask=(row < GROUP) & (wide < WIDE))
-            stats = part_stats_ptr + here * (2 * SMALL) + tl.arange(0, ROWS)
-            in_group = tl.arange(0, ROWS) < GROUP
-            tl.store(stats, best, mask=in_group)
-            tl.store(stats + SMALL, total, mask=in_group)
+            tl.store(part_ptr + compact, acc, mask=row < GROUP)
+            each = tl.arange(0, ROWS)
+            stats = part_stats_ptr + here * (2 * SMALL) + each
+            tl.store(stats, best, mask=each < GROUP)
+            tl.store(stats + SMALL, total, mask=each < GROUP)
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
             counter_ptr += seq * KV_HEADS + kv_head
@@ -191,8 +188,8 @@ def _decode_attention_kernel(
                     part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE, CHUNK=16
                 )
                 head = tl.arange(0, SMALL)[:, None]
-                to = (seq * HEADS + kv_head * GROUP + head) * DIM + wide
-                tl.store(out_ptr + to, merged.to(dtype), mask=(head < GROUP) & (wide < DIM))
+                mask = (head < GROUP) & (wide < DIM)
+                tl.store(out_ptr + head * DIM + wide, merged.to(dtype), mask=mask)
                 tl.store(counter_ptr, 0)  # ready for the next launch
 
 
@@ -205,13 +202,14 @@ class DecodeAttention:
 
     def __init__(self) -> None:
         self.scratch: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
-        self.planned: tuple[Context, torch.Tensor] | None = None  # the step, its work list
+        self.planned: tuple[torch.Tensor, ...] = ()  # a step's context lengths, their work list
 
     def plan(self, context: Context, num_kv_heads: int) -> None:
         """Once a step, before its first layer: see which contexts are to be cut, and where. Between
         this and the first layer's launch must be another kernel, launched without PDL."""
         shares = max(PROGRAMS // num_kv_heads, 1)
-        self.planned = context, work_list(context.context_lens, shares, KEYS)
+        lens = context.context_lens
+        self.planned = lens, work_list(lens, shares, KEYS)
 
     def __call__(
         self,
@@ -231,8 +229,8 @@ class DecodeAttention:
         yet -> [N, heads, d]. Writes the new k and v to context.slot_mapping of the caches [blocks,
         block_size, kv_heads, d]. A row of context length 0 is left unwritten. `plan` has seen the
         context."""
-        planned_for, work = self.planned
-        assert planned_for is context
+        lens, work = self.planned
+        assert lens is context.context_lens
         num_seqs, num_rows, head_dim = qkv.shape
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
@@ -244,10 +242,8 @@ class DecodeAttention:
         num_stages = 2 if wide * qkv.element_size() > 256 else STAGES
         num_items = len(work)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        extra = num_items - num_seqs
-        parts, stats, counters = self._scratch(
-            num_seqs, extra, num_kv_heads, small, wide, qkv.device
-        )
+        shape = (num_items - num_seqs, num_kv_heads, small, wide)
+        parts, stats, counters = self._scratch(num_seqs, shape, qkv.device)
         pdl = use_pdl(qkv)
         _decode_attention_kernel[(num_items * num_kv_heads,)](
             qkv,
@@ -290,17 +286,18 @@ class DecodeAttention:
         return out
 
     def _scratch(
-        self, seqs: int, extra: int, kv_heads: int, rows: int, wide: int, device: torch.device
+        self, num_seqs: int, shape: tuple[int, ...], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Partial results [kv_heads, seqs + extra, rows, wide], their maxima and sums, and counters
-        that are 0 between launches. Kept: a CUDA graph remembers the addresses."""
-        seqs = triton.next_power_of_2(seqs)  # so that batches of all sizes share a few
-        key = (seqs, extra, kv_heads, rows, wide)
+        """Partial results of num_seqs + shares items [items, kv_heads, rows, wide], their maxima
+        and sums, and counters that are 0 between launches. Kept: a CUDA graph remembers where."""
+        num_seqs = triton.next_power_of_2(num_seqs)  # so that batches of all sizes share a few
+        key = (num_seqs, *shape)
         if key not in self.scratch:
-            parts = kv_heads * (seqs + extra)
+            shares, kv_heads, rows, wide = shape
+            parts = (num_seqs + shares) * kv_heads * rows
             self.scratch[key] = (
-                torch.empty(parts * rows * wide, dtype=torch.float32, device=device),
-                torch.empty(parts * rows * 2, dtype=torch.float32, device=device),
-                torch.zeros(seqs * kv_heads, dtype=torch.int32, device=device),
+                torch.empty(parts * wide, dtype=torch.float32, device=device),
+                torch.empty(parts * 2, dtype=torch.float32, device=device),
+                torch.zeros(num_seqs * kv_heads, dtype=torch.int32, device=device),
             )
         return self.scratch[key]

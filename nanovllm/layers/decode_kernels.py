@@ -39,17 +39,6 @@ def positions_and_slots(
     return positions, slots
 
 
-@triton.jit
-def _cut(context_len, at_most, KEYS: tl.constexpr):
-    """(parts, positions of each, a multiple of KEYS) of the past of a context: as few parts as hold
-    it with `at_most` positions each, all of one length. None for a padding row."""
-    past = tl.maximum(context_len - 1, 0)
-    fewest = tl.maximum(tl.cdiv(past, at_most), 1)
-    length = tl.maximum(tl.cdiv(tl.cdiv(past, fewest), KEYS), 1) * KEYS
-    parts = tl.maximum(tl.cdiv(past, length), 1)
-    return tl.where(context_len > 0, parts, 0), length
-
-
 @triton.jit(do_not_specialize=["num_seqs"])
 def _work_list_kernel(
     context_len_ptr,
@@ -61,35 +50,24 @@ def _work_list_kernel(
 ):
     """A program for each sequence, which finds its place among all others. Hundreds of sequences
     are few numbers, so every program adds up all of them."""
-    seq = tl.program_id(0)
-    each = tl.arange(0, SEQS)
+    seq, each = tl.program_id(0), tl.arange(0, SEQS)
     context_lens = tl.load(context_len_ptr + each, mask=each < num_seqs, other=0)
-    past = tl.sum(tl.maximum(context_lens - 1, 0).to(tl.int64), axis=0)
-    at_most = tl.maximum(tl.cdiv(tl.cdiv(past, SHARES), KEYS), 1).to(tl.int32) * KEYS
-    parts, lengths = _cut(context_lens, at_most, KEYS)
-    my_parts, length = _cut(tl.load(context_len_ptr + seq), at_most, KEYS)
-    earlier = (lengths > length) | ((lengths == length) & (each < seq))
+    past = tl.maximum(context_lens - 1, 0)
+    share = tl.cdiv(tl.sum(past.to(tl.int64), axis=0), SHARES)
+    longest = tl.maximum(tl.cdiv(share, KEYS), 1).to(tl.int32) * KEYS  # a part
+    parts = tl.maximum(tl.cdiv(past, longest), 1)  # if they were no multiples of KEYS
+    tiles = tl.maximum(tl.cdiv(tl.cdiv(past, parts), KEYS), 1)
+    parts = tl.where(context_lens > 0, tl.maximum(tl.cdiv(past, tiles * KEYS), 1), 0)
+    my_parts = tl.sum(tl.where(each == seq, parts, 0), axis=0)
+    my_tiles = tl.sum(tl.where(each == seq, tiles, 0), axis=0)
+    earlier = (tiles > my_tiles) | ((tiles == my_tiles) & (each < seq))
     first = tl.sum(tl.where(earlier, parts, 0), axis=0)
     part = tl.arange(0, 2 * SEQS)
-    item = (seq.to(tl.int64) << 40) | ((length // KEYS).to(tl.int64) << 24)
-    tl.store(work_ptr + first + part, item | (part << 12) | my_parts, mask=part < my_parts)
+    item = (seq.to(tl.int64) << 40) | (my_tiles.to(tl.int64) << 24) | (part << 12) | my_parts
+    tl.store(work_ptr + first + part, item, mask=part < my_parts)
     if seq == 0:  # the rest of the list
-        total = tl.sum(parts, axis=0)
-        tl.store(work_ptr + total + part, part * 0, mask=total + part < num_seqs + SHARES)
-
-
-@triton.jit
-def work_item(work_ptr, item, KEYS: tl.constexpr):
-    """An item of a `work_list`, in one load: (sequence, part, parts, positions of each); no parts
-    if there is nothing to do."""
-    packed = tl.load(work_ptr + item)
-    length = ((packed >> 24) & 0xFFFF).to(tl.int32) * KEYS
-    return (
-        packed >> 40,
-        ((packed >> 12) & 0xFFF).to(tl.int32),
-        (packed & 0xFFF).to(tl.int32),
-        length,
-    )
+        rest = tl.sum(parts, axis=0) + part
+        tl.store(work_ptr + rest, rest * 0, mask=rest < num_seqs + SHARES)
 
 
 def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tensor:
@@ -102,48 +80,34 @@ def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tenso
     are never more than N + shares parts, `shares` of one context."""
     num_seqs = len(context_lens)
     work = torch.empty(num_seqs + shares, dtype=torch.int64, device=context_lens.device)
+    # One size, so one compilation, for all batches of CUDA graphs.
+    size = triton.next_power_of_2(max(num_seqs, shares, 512))
     _work_list_kernel[(num_seqs,)](
-        context_lens,
-        work,
-        num_seqs,
-        SHARES=shares,
-        KEYS=keys,
-        # Few sizes: each is compiled. Batches of a CUDA graph have one, and so the starting engine.
-        SEQS=triton.next_power_of_2(max(num_seqs, shares, 512)),
-        num_warps=4,
+        context_lens, work, num_seqs, SHARES=shares, KEYS=keys, SEQS=size, num_warps=4
     )
     return work
 
 
 @triton.jit
-def _prefetch(ptr):
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(
-        asm, "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def work_item(work_ptr, item, KEYS: tl.constexpr):
+    """An item of a `work_list`, in one load: (sequence, part, parts, positions of each); no parts
+    if there is nothing to do."""
+    packed = tl.load(work_ptr + item)
+    seq, tiles = packed >> 40, ((packed >> 24) & 0xFFFF).to(tl.int32)
+    return seq, ((packed >> 12) & 0xFFF).to(tl.int32), (packed & 0xFFF).to(tl.int32), tiles * KEYS
 
 
 @triton.jit
-def prefetch_past(
-    k_ptr,
-    v_ptr,
-    stride,
-    table_ptr,
-    first,
-    end,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Have k and v [DIM] of up to KEYS positions from `first` on, `stride` apart in the pool, read
-    into L2. Nothing waits for them."""
-    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+def prefetch(ptr, table_ptr, at, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Have [DIM] numbers of the positions `at`, whose slots are STRIDE apart, read into L2. Nothing
+    waits for them."""
+    slots = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    size: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     lines: tl.constexpr = triton.next_power_of_2((DIM * size + 127) // 128)
-    at = tl.maximum(tl.minimum(first + tl.arange(0, KEYS), end - 1), 0)
-    slot = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-    offset = slot[:, None] * stride + tl.minimum(tl.arange(0, lines) * (128 // size), DIM - 1)
-    _prefetch(k_ptr + offset)
-    _prefetch(v_ptr + offset)
+    at = slots[:, None] * STRIDE + tl.minimum(tl.arange(0, lines) * (128 // size), DIM - 1)[None, :]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    at = (ptr + at).to(tl.int64)
+    tl.inline_asm_elementwise(asm, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
