@@ -18,8 +18,9 @@ KEYS = 64  # positions per inner step
 # Two tiles of keys and of values on their way while a third is computed with: 64 KiB for head size
 # 128, which three programs of a multiprocessor can have, and which keeps an H200's memory busy.
 STAGES, WARPS = 3, 4
-# About as many programs as run at once: what is read is in equal shares for them if it is cut.
-PROGRAMS = 384
+# Equal shares of what is read, over all KV heads, that a context longer than one is cut into: two
+# for each multiprocessor of a large GPU are enough for its memory.
+PROGRAMS = 256
 AHEAD = 2  # tiles whose keys and values are asked for before the wait
 
 
