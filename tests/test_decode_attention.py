@@ -16,6 +16,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 module = pytest.importorskip("nanovllm.layers.decode_attention", reason="triton is not installed")
+work_list = module.work_list
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -66,6 +67,9 @@ class Step:
 
     def run(self, attention: "module.DecodeAttention") -> torch.Tensor:
         """By the kernel: [N, heads, d]; the pool gets the new k and v."""
+        attention.plan(self.context, self.shape.kv_heads)
+        if ON_GPU:
+            torch.cuda.synchronize()  # in a model, the embedding comes between
         return attention(
             self.qkv,
             self.shape.kv_heads,
@@ -168,12 +172,39 @@ def test_a_batch_with_padding_rows(shape: Shape, batch: int, device: torch.devic
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_long_contexts_are_cut_and_merged(shape: Shape, device: torch.device) -> None:
-    """Around the lengths at which a part more is made, and where the last parts are left empty:
-    1,000 past positions in 7 parts of 192 are over in the sixth."""
-    most, least = module.split_limits(1, shape.kv_heads)
-    assert (most, least) == (16, 128)
-    for past in (2 * least - 1, 2 * least, 3 * least + 1, 1000, most * least + 65):
+    """Around the lengths at which a part more is made, and up to more parts than are merged at a
+    time (2,050 past positions are 33 of 64)."""
+    for past in (63, 64, 65, 128, 129, 1000, 1024, 1025, 2050):
         check(Step(shape, [past + 1], device))
+
+
+MIXED = {
+    "one": [300],
+    "three": [1, 0, 700],
+    "one long among short ones": [5] * 8 + [1500] + [9] * 8,
+    "mixed": [1 + i * i * 3 % 601 for i in range(17)],
+    "mostly padding": [290, 0, 1, *[0] * 13, 270],
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("programs", [1, 4, 12, 60])
+@pytest.mark.parametrize("contexts", MIXED.values(), ids=MIXED)
+def test_how_a_batch_is_cut_changes_nothing(
+    contexts: list[int], programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at all; only one far longer than the others; all that are longer than a tile."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    check(Step(SHAPES[1], contexts, device))
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_batch_of_padding_rows_only(device: torch.device) -> None:
+    step = Step(SHAPES[1], [5, 70], device)
+    step.context.context_lens.zero_()
+    before = step.pool.clone()
+    assert step.run(module.DecodeAttention()).isnan().all()
+    torch.testing.assert_close(step.pool, before, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -191,8 +222,7 @@ def test_batches_of_all_sizes_share_little_scratch(device: torch.device) -> None
     attention = module.DecodeAttention()
     for num_seqs in range(1, 10):
         check(Step(SHAPES[1], [300] * num_seqs, device), attention)
-    groups = {key[0] for key in attention.scratch}
-    assert groups == {num_seqs * SHAPES[1].kv_heads for num_seqs in (1, 2, 4, 8, 16)}
+    assert {key[0] for key in attention.scratch} == {1, 2, 4, 8, 16}
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -207,11 +237,72 @@ def test_slot_minus_one_with_a_context_stores_nothing(device: torch.device) -> N
     assert step.pool.flatten(1, 2)[:, step.slots[1]].isnan().all()
 
 
-def test_split_limits_are_what_the_merge_can_hold() -> None:
-    """The number of parts is a power of two: one load takes them all. Small batches get more."""
-    limits = [module.split_limits(n, 8) for n in (1, 2, 4, 16, 17, 64, 256)]
-    assert all(most & (most - 1) == 0 and least >= module.KEYS for most, least in limits)
-    assert [most for most, _ in limits] == sorted((most for most, _ in limits), reverse=True)
+# --- the work list --------------------------------------------------------------------------------
+
+
+def listed(
+    contexts: list[int], shares: int, keys: int, device: torch.device
+) -> list[tuple[int, int, int, int]]:
+    """The list for these contexts: (sequence, part, parts, positions of each)."""
+    work = work_list(torch.tensor(contexts, dtype=torch.int32, device=device), shares, keys)
+    assert work.shape == (len(contexts) + shares,)
+    items = [
+        (x >> 40, x >> 12 & 0xFFF, x & 0xFFF, (x >> 24 & 0xFFFF) * keys) for x in work.tolist()
+    ]
+    used = next((i for i, item in enumerate(items) if item == (0, 0, 0, 0)), len(items))
+    assert set(items[used:]) <= {(0, 0, 0, 0)}, "something stands behind the end"
+    return items[:used]
+
+
+WORK = {
+    "a context is cut in two, ties by row, the longest first": (
+        [65, 257, 129, 257, 1],  # 704 past positions: a share is 176, a part at most 192
+        [
+            *[(1, 0, 2, 128), (1, 1, 2, 128), (2, 0, 1, 128), (3, 0, 2, 128), (3, 1, 2, 128)],
+            *[(0, 0, 1, 64), (4, 0, 1, 64)],
+        ],
+    ),
+    "equal contexts are not cut": ([1025] * 4, [(row, 0, 1, 1024) for row in range(4)]),
+    "nor are more": ([1025] * 9, [(row, 0, 1, 1024) for row in range(9)]),
+    "fewer are": ([1025] * 2, [(row, part, 2, 512) for row in (0, 1) for part in (0, 1)]),
+    "one": ([1025], [(0, part, 4, 256) for part in range(4)]),
+    "one, short": ([130], [(0, part, 3, 64) for part in range(3)]),
+    "no past": ([1], [(0, 0, 1, 64)]),
+    "one far longer than the others": (
+        [5, 0, 40_001, 9],
+        [*((2, part, 4, 10_048) for part in range(4)), (0, 0, 1, 64), (3, 0, 1, 64)],
+    ),
+    "padding rows only": ([0, 0, 0], []),
+}
+
+
+@pytest.mark.parametrize(("contexts", "expected"), WORK.values(), ids=WORK)
+def test_work_list(
+    contexts: list[int], expected: list[tuple[int, int, int, int]], device: torch.device
+) -> None:
+    assert listed(contexts, 4, 64, device) == expected
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("num_seqs", "shares"), [(1, 1), (2, 384), (7, 48), (40, 7), (128, 48), (520, 3)]
+)
+def test_a_work_list_is_complete_and_fits(num_seqs: int, shares: int, device: torch.device) -> None:
+    """Every position before the new one in one part, the longest parts first, those of a context
+    side by side and none empty, in the space that a CUDA graph keeps for them."""
+    lengths = torch.randint(-500, 5000, (num_seqs,)).clamp_min(0).tolist()
+    items = listed(lengths, shares, 32, device)
+    assert len(items) < num_seqs + shares
+    expected = []
+    for row in dict.fromkeys(item[0] for item in items):
+        _, _, parts, length = next(item for item in items if item[0] == row)
+        expected += [(row, part, parts, length) for part in range(parts)]
+        past = lengths[row] - 1
+        assert (parts - 1) * length < past <= parts * length or (past, parts) == (0, 1)
+        assert parts <= shares
+    assert items == expected
+    assert [item[3] for item in items] == sorted((item[3] for item in items), reverse=True)
+    assert {item[0] for item in items} == {row for row, n in enumerate(lengths) if n}
 
 
 # --- positions and slots --------------------------------------------------------------------------

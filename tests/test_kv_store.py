@@ -73,7 +73,11 @@ def by_decode_attention(step: Step, k_cache: torch.Tensor, v_cache: torch.Tensor
         context_lens=step.positions + 1,
         block_tables=torch.zeros(len(step.slots), 4, dtype=torch.int32, device=step.qkv.device),
     )
-    decode_attention.DecodeAttention()(
+    attention = decode_attention.DecodeAttention()
+    attention.plan(context, step.num_kv_heads)
+    if step.qkv.is_cuda:
+        torch.cuda.synchronize()  # in a model, the embedding comes between
+    attention(
         step.qkv, step.num_kv_heads, step.cos, step.sin, step.weight, step.weight, EPS,
         k_cache, v_cache, context, 1.0,
     )  # fmt: skip

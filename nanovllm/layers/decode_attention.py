@@ -1,32 +1,38 @@
 """Decode attention over the paged pool, one Triton kernel: q/k norm, RoPE, KV store, attention.
 
 Serves any head size, block size and GPU that Triton serves. One program handles one KV head of one
-sequence, its group of query heads being the rows of the products (Dao et al. 2023, "Flash-Decoding"
-when the context is split). Needs triton to import.
+part of a context, its group of query heads being the rows of the products (Dao et al. 2023,
+"Flash-Decoding" when a context is cut into several). Needs triton to import.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.decode_kernels import merged_parts, prefetch, work_item, work_list
+from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
 KEYS = 64  # positions per inner step
+# Two tiles of keys and of values on their way while a third is computed with: 64 KiB for head size
+# 128, which three programs of a multiprocessor can have, and which keeps an H200's memory busy.
+STAGES, WARPS = 3, 4
+# Equal shares of what is read, over all KV heads, that a context longer than one is cut into: two
+# for each multiprocessor of a large GPU are enough for its memory.
+PROGRAMS = 256
+AHEAD = 2  # tiles whose keys and values are asked for before the wait
 
 
 @triton.jit
-def _normed_halves(ptr, at, mask, weight_ptr, col, in_row, eps, DIM: tl.constexpr):
-    """Rows of a head's numbers in two halves, RMS-normalized, float32."""
-    a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(ptr + at + DIM // 2, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / DIM + eps)[:, None]
-    wa = tl.load(weight_ptr + col, mask=in_row, other=0.0)
-    wb = tl.load(weight_ptr + DIM // 2 + col, mask=in_row, other=0.0)
-    return a * scale * wa, b * scale * wb
+def _block_of(table_ptr, start, key, end, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """The block of positions start + key: one, or one each where blocks are no multiple of KEYS.
+    Positions from `end` on are in no block that is read."""
+    at = start if BLOCK_SIZE % KEYS == 0 else start + key
+    return tl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items"])
 def _decode_attention_kernel(
     qkv_ptr,
     qkv_stride,
@@ -41,6 +47,8 @@ def _decode_attention_kernel(
     context_len_ptr,
     table_ptr,
     table_stride,
+    work_ptr,
+    num_items,
     out_ptr,
     part_ptr,
     part_stats_ptr,
@@ -51,58 +59,77 @@ def _decode_attention_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     SMALL: tl.constexpr,
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence, KV head, split). A context is cut into up to SPLITS parts of at least
-    MIN_SPLIT positions; the programs of the other splits have nothing to do.
+    """A program for each (item of the work list, KV head), in this order; those behind the list's
+    end, fixed by a CUDA graph, have nothing to do.
 
-    The new position's k and v are used from registers by split 0, which also stores them; all
-    splits read the pool only before that position, so no program reads what another one writes."""
+    Before the wait it reads what no kernel of this step's layers writes: what is the step's, by
+    copies or kernels without PDL, which end before anything after them begins (the embedding is one
+    in every step), and the pool's past, of earlier steps. Only qkv comes from this layer.
+
+    The new position's k and v are used from registers by the context's first part, which also
+    stores them; all parts read the pool only before that position, so no program reads what another
+    one writes."""
     pdl_launch(PDL)
-    pdl_wait(PDL)
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    context_len = tl.load(context_len_ptr + seq)
-    num_old = context_len - 1
-    num_splits = tl.maximum(tl.minimum(num_old // MIN_SPLIT, SPLITS), 1)
-    if (context_len > 0) & (split < num_splits):  # length 0 marks a padding row of a CUDA graph
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = tl.program_id(0) // KV_HEADS
+    seq, part, num_parts, length = work_item(work_ptr, item, KEYS)
+    if num_parts == 0:
+        pdl_wait(PDL)  # a kernel's end means to the next ones that those before it have ended
+    else:
         dtype = qkv_ptr.dtype.element_ty
-        qkv_ptr += seq.to(tl.int64) * qkv_stride
+        first = part * length
+        context_len = tl.load(context_len_ptr + seq)
+        key = tl.arange(0, KEYS)
+        table_ptr += seq * table_stride
+        end = tl.minimum(first + length, context_len - 1)
+        block = _block_of(table_ptr, first, key, end, BLOCK_SIZE, KEYS)
+        slot = tl.load(slot_ptr + seq).to(tl.int64)
+        head_at = kv_head * DIM
+        if PDL and AHEAD > 0:
+            ahead = tl.maximum(tl.minimum(first + tl.arange(0, AHEAD * KEYS), end - 1), 0)
+            prefetch(k_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
+            prefetch(v_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
+        qkv_ptr += seq * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
         wide = tl.arange(0, WIDE)[None, :]
         in_row = col < DIM // 2
-        q_mask = (row < GROUP) & in_row
-        q_at = (kv_head * GROUP + row) * DIM + col
-        a, b = _normed_halves(qkv_ptr, q_at, q_mask, q_weight_ptr, col, in_row, eps, DIM)
+        num_new = tl.where(part == 0, DIM, 0)  # the other parts have no use for the new k and v
+        new = col < num_new // 2
+        q_wa, q_wb = load_halves(q_weight_ptr + col, in_row, DIM)
+        k_wa, k_wb = load_halves(k_weight_ptr + col, new, DIM)
         angle = (context_len - 1).to(tl.int64) * (DIM // 2) + col
         cos = tl.load(cos_ptr + angle, mask=in_row, other=0.0)
         sin = tl.load(sin_ptr + angle, mask=in_row, other=0.0)
-        qa, qb = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
-        head_at = kv_head * DIM
+        pdl_wait(PDL)
+        # All loads before the first sum, so that they are waited for once.
+        q_from = qkv_ptr + (kv_head * GROUP + row) * DIM + col
+        k_from = qkv_ptr + HEADS * DIM + head_at + tl.arange(0, 1)[:, None] * DIM + col
+        q_a, q_b = load_halves(q_from, (row < GROUP) & in_row, DIM)
+        k_a, k_b = load_halves(k_from, new, DIM)
+        v_from = qkv_ptr + (HEADS + KV_HEADS) * DIM + head_at + wide
+        new_v = tl.load(v_from, mask=wide < num_new, other=0.0)
+
+        qa, qb = norm_and_rotate(q_a, q_b, q_wa, q_wb, cos, sin, eps, DIM)
+        qa, qb = qa.to(dtype), qb.to(dtype)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+        sums = tl.zeros((ROWS, KEYS), tl.float32)  # of weights; added up once, at the end
         acc = tl.zeros((ROWS, WIDE), tl.float32)
-        if split == 0:
-            one = tl.arange(0, 1)[:, None]
-            k_from = HEADS * DIM + head_at + one * DIM + col
-            ka, kb = _normed_halves(qkv_ptr, k_from, in_row, k_weight_ptr, col, in_row, eps, DIM)
-            new_ka, new_kb = (ka * cos - kb * sin).to(dtype), (kb * cos + ka * sin).to(dtype)
-            v_from = (HEADS + KV_HEADS) * DIM + head_at + wide
-            new_v = tl.load(qkv_ptr + v_from, mask=wide < DIM, other=0.0)
-            # 64-bit: slot * (KV_HEADS * DIM) passes 2^31 in a pool of a few GiB.
-            slot = tl.load(slot_ptr + seq).to(tl.int64)
+        if part == 0:
+            new_ka, new_kb = norm_and_rotate(k_a, k_b, k_wa, k_wb, cos, sin, eps, DIM)
+            new_ka, new_kb = new_ka.to(dtype), new_kb.to(dtype)
             if slot >= 0:  # -1: padding, skipped without a wait on the host
+                # 64-bit: it passes 2^31 in a pool of a few GiB.
                 to = slot * (KV_HEADS * DIM) + head_at
                 tl.store(k_cache_ptr + to + col, new_ka, mask=in_row)
                 tl.store(k_cache_ptr + to + DIM // 2 + col, new_kb, mask=in_row)
@@ -110,27 +137,21 @@ def _decode_attention_kernel(
             product = qa.to(tl.float32) * new_ka.to(tl.float32)
             product += qb.to(tl.float32) * new_kb.to(tl.float32)
             best = tl.sum(product, axis=1) * log2_scale
-            total = tl.full((ROWS,), 1.0, tl.float32)
+            sums += tl.where(key == 0, 1.0, 0.0)[None, :]
             acc += new_v.to(tl.float32)
 
-        per_split = tl.cdiv(tl.cdiv(num_old, num_splits), KEYS) * KEYS
-        first = split * per_split
-        end = tl.minimum(first + per_split, num_old)
-        table_ptr += seq.to(tl.int64) * table_stride
-        key = tl.arange(0, KEYS)
         half = tl.arange(0, HALF)[:, None]
-        in_half = half < DIM // 2
         for start in range(first, end, KEYS):
             valid = start + key < end
-            if BLOCK_SIZE % KEYS == 0:  # all these positions are in one block
-                block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            if BLOCK_SIZE % KEYS == 0:
                 slots = block * BLOCK_SIZE + start % BLOCK_SIZE + key
             else:
-                at = start + key
-                block = tl.load(table_ptr + at // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-                slots = block * BLOCK_SIZE + at % BLOCK_SIZE
+                slots = block * BLOCK_SIZE + (start + key) % BLOCK_SIZE
+            # Known a step ahead, or the loads of k and v would wait for it, and Triton would spend
+            # one of its pipeline's stages on it.
+            block = _block_of(table_ptr, start + KEYS, key, end, BLOCK_SIZE, KEYS)
             offset = slots * (KV_HEADS * DIM) + head_at
-            k_mask = in_half & valid[None, :]
+            k_mask = (half < DIM // 2) & valid[None, :]
             ka = tl.load(k_cache_ptr + offset[None, :] + half, mask=k_mask, other=0.0)
             kb = tl.load(k_cache_ptr + offset[None, :] + DIM // 2 + half, mask=k_mask, other=0.0)
             v_mask = valid[:, None] & (wide < DIM)
@@ -141,70 +162,55 @@ def _decode_attention_kernel(
             new_best = tl.maximum(best, tl.max(scores, axis=1))
             weight = tl.exp2(scores - new_best[:, None])
             fade = tl.exp2(best - new_best)
-            total = total * fade + tl.sum(weight, axis=1)
+            sums = sums * fade[:, None] + weight
             acc = acc * fade[:, None] + tl.dot(weight.to(dtype), v, input_precision=PRECISION)
             best = new_best
 
-        out_mask = (row < GROUP) & (wide < DIM)
-        out_at = (seq.to(tl.int64) * HEADS + kv_head * GROUP + row) * DIM + wide
-        if num_splits == 1:
-            tl.store(out_ptr + out_at, (acc / total[:, None]).to(dtype), mask=out_mask)
+        total = tl.sum(sums, axis=1)
+        out_ptr += (seq * HEADS + kv_head * GROUP) * DIM
+        if num_parts == 1:
+            out = (acc / total[:, None]).to(dtype)
+            tl.store(out_ptr + row * DIM + wide, out, mask=(row < GROUP) & (wide < DIM))
         else:
-            group = seq.to(tl.int64) * KV_HEADS + kv_head
-            part = group * SPLITS + split
-            compact = part * (SMALL * WIDE) + row * WIDE + wide
-            tl.store(part_ptr + compact, acc, mask=(row < GROUP) & (wide < WIDE))
-            stats = part_stats_ptr + part * (2 * SMALL) + tl.arange(0, ROWS)
-            in_group = tl.arange(0, ROWS) < GROUP
-            tl.store(stats, best, mask=in_group)
-            tl.store(stats + SMALL, total, mask=in_group)
+            # As in the list, the parts of a context are next to each other.
+            here = kv_head.to(tl.int64) * num_items + item
+            compact = here * (SMALL * WIDE) + row * WIDE + wide
+            tl.store(part_ptr + compact, acc, mask=row < GROUP)
+            each = tl.arange(0, ROWS)
+            stats = part_stats_ptr + here * (2 * SMALL) + each
+            tl.store(stats, best, mask=each < GROUP)
+            tl.store(stats + SMALL, total, mask=each < GROUP)
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
-            done = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
-            if done == num_splits - 1:
-                # All parts in one load. .cg: from L2, where other programs' stores are.
-                each = tl.arange(0, SPLITS)[:, None]
-                small = tl.arange(0, SMALL)[None, :]
-                there = (each < num_splits) & (small < GROUP)
-                at = part_stats_ptr + (group * SPLITS + each) * (2 * SMALL) + small
-                bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
-                overall = tl.max(tl.where(there, bests, -1e30), axis=0)
-                share = tl.exp2(bests - overall[None, :])
-                whole = tl.sum(totals * share, axis=0)
-                parts_at = ((group * SPLITS + each) * SMALL + small)[:, :, None] * WIDE
-                parts = tl.load(
-                    part_ptr + parts_at + tl.arange(0, WIDE)[None, None, :],
-                    mask=there[:, :, None],
-                    other=0.0,
-                    cache_modifier=".cg",
+            counter_ptr += seq * KV_HEADS + kv_head
+            done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if done == num_parts - 1:
+                merged = merged_parts(
+                    part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE, CHUNK=16
                 )
-                merged = tl.sum(parts * share[:, :, None], axis=0) / whole[:, None]
                 head = tl.arange(0, SMALL)[:, None]
-                to = (seq.to(tl.int64) * HEADS + kv_head * GROUP + head) * DIM + wide
-                tl.store(out_ptr + to, merged.to(dtype), mask=(head < GROUP) & (wide < DIM))
-                tl.store(counter_ptr + group, 0)  # ready for the next launch
-
-
-def split_limits(num_seqs: int, num_kv_heads: int) -> tuple[int, int]:
-    """(most splits of a context, a power of two; least positions of one) for a batch.
-
-    A small batch needs splits to fill the GPU. A large one fills it, but its longest contexts,
-    in one program each, would still be running when all others have ended."""
-    programs = num_seqs * num_kv_heads
-    if programs <= 128:
-        return (16 if programs <= 16 else 8), 128
-    return 4, 512
+                mask = (head < GROUP) & (wide < DIM)
+                tl.store(out_ptr + head * DIM + wide, merged.to(dtype), mask=mask)
+                tl.store(counter_ptr, 0)  # ready for the next launch
 
 
 class DecodeAttention:
-    """The launch of the kernel, and the scratch space that split contexts are merged in.
+    """The launch of the kernel, the work list of the step, and the scratch space that the parts of
+    contexts are merged in.
 
     One object serves all layers of an engine, whose launches follow each other on one stream.
     """
 
     def __init__(self) -> None:
         self.scratch: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+        self.planned: tuple[torch.Tensor, ...] = ()  # a step's context lengths, their work list
+
+    def plan(self, context: Context, num_kv_heads: int) -> None:
+        """Once a step, before its first layer: see which contexts are to be cut, and where. Between
+        this and the first layer's launch must be another kernel, launched without PDL."""
+        shares = max(PROGRAMS // num_kv_heads, 1)
+        lens = context.context_lens
+        self.planned = lens, work_list(lens, shares, KEYS)
 
     def __call__(
         self,
@@ -222,21 +228,25 @@ class DecodeAttention:
     ) -> torch.Tensor:
         """qkv [N, heads + 2 kv_heads, d], one new position per sequence, not normalized or rotated
         yet -> [N, heads, d]. Writes the new k and v to context.slot_mapping of the caches [blocks,
-        block_size, kv_heads, d]. A row of context length 0 is left unwritten."""
+        block_size, kv_heads, d]. A row of context length 0 is left unwritten. `plan` has seen the
+        context."""
+        lens, work = self.planned
+        assert lens is context.context_lens
         num_seqs, num_rows, head_dim = qkv.shape
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
-        splits, min_split = split_limits(num_seqs, num_kv_heads)
         small = triton.next_power_of_2(group)
         rows = max(small, 16)  # the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
+        # Not every GPU has the shared memory for two tiles of k and of v that are larger.
+        num_stages = 2 if wide * qkv.element_size() > 256 else STAGES
+        num_items = len(work)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        parts, stats, counters = self._scratch(
-            num_seqs * num_kv_heads, splits, small, wide, qkv.device
-        )
+        shape = (num_items - num_seqs, num_kv_heads, small, wide)
+        parts, stats, counters = self._scratch(num_seqs, shape, qkv.device)
         pdl = use_pdl(qkv)
-        _decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
+        _decode_attention_kernel[(num_items * num_kv_heads,)](
             qkv,
             qkv.stride(0),
             cos,
@@ -250,6 +260,8 @@ class DecodeAttention:
             context.context_lens,
             context.block_tables,
             context.block_tables.stride(0),
+            work,
+            num_items,
             out,
             parts,
             stats,
@@ -260,32 +272,33 @@ class DecodeAttention:
             GROUP=group,
             DIM=head_dim,
             BLOCK_SIZE=k_cache.shape[1],
-            SPLITS=splits,
             ROWS=rows,
             SMALL=small,
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
             KEYS=KEYS,
-            MIN_SPLIT=min_split,
+            AHEAD=AHEAD,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             PDL=pdl,
-            num_warps=4,
-            num_stages=3,
+            num_warps=WARPS,
+            num_stages=num_stages,
             **({"launch_pdl": True} if pdl else {}),
         )
         return out
 
     def _scratch(
-        self, groups: int, splits: int, rows: int, wide: int, device: torch.device
+        self, num_seqs: int, shape: tuple[int, ...], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Partial results [groups, splits, rows, wide], their maxima and sums, and counters that
-        are 0 between launches. Kept: a CUDA graph remembers the addresses."""
-        groups = triton.next_power_of_2(groups)  # so that batches of all sizes share a few
-        key = (groups, splits, rows, wide)
+        """Partial results of num_seqs + shares items [items, kv_heads, rows, wide], their maxima
+        and sums, and counters that are 0 between launches. Kept: a CUDA graph remembers where."""
+        num_seqs = triton.next_power_of_2(num_seqs)  # so that batches of all sizes share a few
+        key = (num_seqs, *shape)
         if key not in self.scratch:
+            shares, kv_heads, rows, wide = shape
+            parts = (num_seqs + shares) * kv_heads * rows
             self.scratch[key] = (
-                torch.empty(groups * splits * rows * wide, dtype=torch.float32, device=device),
-                torch.empty(groups * splits * rows * 2, dtype=torch.float32, device=device),
-                torch.zeros(groups, dtype=torch.int32, device=device),
+                torch.empty(parts * wide, dtype=torch.float32, device=device),
+                torch.empty(parts * 2, dtype=torch.float32, device=device),
+                torch.zeros(num_seqs * kv_heads, dtype=torch.int32, device=device),
             )
         return self.scratch[key]

@@ -1,4 +1,7 @@
-"""Triton kernel: where a decode step's new positions stand. Needs triton to import."""
+"""Triton: what decode attention needs around it. Once a step, where the new positions stand and how
+the contexts are cut into parts; inside the kernel, how those parts are merged. Needs triton to
+import.
+"""
 
 import torch
 import triton
@@ -34,3 +37,112 @@ def positions_and_slots(
         num_warps=1,
     )
     return positions, slots
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _work_list_kernel(
+    context_len_ptr,
+    work_ptr,
+    num_seqs,
+    SHARES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """A program for each sequence, which finds its place among all others. Hundreds of sequences
+    are few numbers, so every program adds up all of them."""
+    seq, each = tl.program_id(0), tl.arange(0, SEQS)
+    context_lens = tl.load(context_len_ptr + each, mask=each < num_seqs, other=0)
+    past = tl.maximum(context_lens - 1, 0)
+    share = tl.cdiv(tl.sum(past.to(tl.int64), axis=0), SHARES)
+    longest = tl.maximum(tl.cdiv(share, KEYS), 1).to(tl.int32) * KEYS  # a part
+    parts = tl.maximum(tl.cdiv(past, longest), 1)  # if they were no multiples of KEYS
+    tiles = tl.maximum(tl.cdiv(tl.cdiv(past, parts), KEYS), 1)
+    parts = tl.where(context_lens > 0, tl.maximum(tl.cdiv(past, tiles * KEYS), 1), 0)
+    my_parts = tl.sum(tl.where(each == seq, parts, 0), axis=0)
+    my_tiles = tl.sum(tl.where(each == seq, tiles, 0), axis=0)
+    earlier = (tiles > my_tiles) | ((tiles == my_tiles) & (each < seq))
+    first = tl.sum(tl.where(earlier, parts, 0), axis=0)
+    part = tl.arange(0, 2 * SEQS)
+    item = (seq.to(tl.int64) << 40) | (my_tiles.to(tl.int64) << 24) | (part << 12) | my_parts
+    tl.store(work_ptr + first + part, item, mask=part < my_parts)
+    if seq == 0:  # the rest of the list
+        rest = tl.sum(parts, axis=0) + part
+        tl.store(work_ptr + rest, rest * 0, mask=rest < num_seqs + SHARES)
+
+
+def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tensor:
+    """context_lens [N] -> int64 [N + shares], the parts of contexts that there are to attend to, as
+    `work_item` reads them: the longest first, those of one context side by side and in order, 0 for
+    what is left of the list. The length of a part is a multiple of `keys`.
+
+    A context is cut only if it is longer than one of `shares` equal shares of all that is to be
+    read: a cut has its price, and pays only where the GPU would wait for a long context. So there
+    are never more than N + shares parts, `shares` of one context."""
+    num_seqs = len(context_lens)
+    work = torch.empty(num_seqs + shares, dtype=torch.int64, device=context_lens.device)
+    # One size, so one compilation, for all batches of CUDA graphs.
+    size = triton.next_power_of_2(max(num_seqs, shares, 512))
+    _work_list_kernel[(num_seqs,)](
+        context_lens, work, num_seqs, SHARES=shares, KEYS=keys, SEQS=size, num_warps=4
+    )
+    return work
+
+
+@triton.jit
+def work_item(work_ptr, item, KEYS: tl.constexpr):
+    """An item of a `work_list`, in one load: (sequence, part, parts, positions of each); no parts
+    if there is nothing to do."""
+    packed = tl.load(work_ptr + item)
+    seq, tiles = packed >> 40, ((packed >> 24) & 0xFFFF).to(tl.int32)
+    return seq, ((packed >> 12) & 0xFFF).to(tl.int32), (packed & 0xFFF).to(tl.int32), tiles * KEYS
+
+
+@triton.jit
+def prefetch(ptr, table_ptr, at, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Have [DIM] numbers of the positions `at`, whose slots are STRIDE apart, read into L2. Nothing
+    waits for them."""
+    slots = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    size: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    lines: tl.constexpr = triton.next_power_of_2((DIM * size + 127) // 128)
+    at = slots[:, None] * STRIDE + tl.minimum(tl.arange(0, lines) * (128 // size), DIM - 1)[None, :]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    at = (ptr + at).to(tl.int64)
+    tl.inline_asm_elementwise(asm, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def merged_parts(
+    part_ptr,
+    part_stats_ptr,
+    first_part,
+    num_parts,
+    GROUP: tl.constexpr,
+    SMALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Attention over a whole context, [SMALL, WIDE], of which GROUP rows count, from that over its
+    parts: of each, the weighted sums of values [SMALL, WIDE], and the maximum and the sum of the
+    weights [2, SMALL]. CHUNK of them in one load, from L2 (.cg), where the other programs' stores
+    are."""
+    small = tl.arange(0, SMALL)[None, :]
+    wide = tl.arange(0, WIDE)[None, None, :]
+    best = tl.full((SMALL,), -1e30, tl.float32)
+    whole = tl.zeros((SMALL,), tl.float32)
+    merged = tl.zeros((SMALL, WIDE), tl.float32)
+    for start in tl.range(0, num_parts, CHUNK, num_stages=1):
+        each = start + tl.arange(0, CHUNK)[:, None]
+        there = (each < num_parts) & (small < GROUP)
+        each += first_part
+        at = part_stats_ptr + each * (2 * SMALL) + small
+        bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
+        at = part_ptr + (each * SMALL + small)[:, :, None] * WIDE + wide
+        parts = tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        fade = tl.exp2(best - new_best)
+        share = tl.exp2(bests - new_best[None, :])
+        whole = whole * fade + tl.sum(totals * share, axis=0)
+        merged = merged * fade[:, None] + tl.sum(parts * share[:, :, None], axis=0)
+        best = new_best
+    return merged / whole[:, None]

@@ -79,6 +79,22 @@ def add_rms_norm(
 
 
 @triton.jit
+def load_halves(ptr, mask, DIM: tl.constexpr):
+    """The numbers at `ptr`, and those half a head on that RoPE pairs with them, in float32."""
+    a = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptr + DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def norm_and_rotate(a, b, wa, wb, cos, sin, eps, DIM: tl.constexpr):
+    """Rows of heads in two halves: RMS-normalized with weights wa and wb, then turned."""
+    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / DIM + eps)[:, None]
+    a, b = a * scale * wa, b * scale * wb
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr,
     qkv_stride,
@@ -106,28 +122,18 @@ def _norm_rope_store_kernel(
     col = tl.arange(0, HALF)[None, :]
     mask = (row < HEADS + KV_HEADS) & (col < DIM // 2)
     at = row * DIM + col
-    a = tl.load(qkv_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(qkv_ptr + at + DIM // 2, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / DIM + eps)[:, None]
+    a, b = load_halves(qkv_ptr + at, mask, DIM)
     in_row = col < DIM // 2
-    is_q = row < HEADS
     # The weights of q_norm for q rows, those of k_norm for k rows.
-    wa = tl.where(
-        is_q,
-        tl.load(q_weight_ptr + col, mask=in_row, other=0.0),
-        tl.load(k_weight_ptr + col, mask=in_row, other=0.0),
-    )
-    wb = tl.where(
-        is_q,
-        tl.load(q_weight_ptr + DIM // 2 + col, mask=in_row, other=0.0),
-        tl.load(k_weight_ptr + DIM // 2 + col, mask=in_row, other=0.0),
-    )
-    a, b = a * scale * wa, b * scale * wb
+    q_wa, q_wb = load_halves(q_weight_ptr + col, in_row, DIM)
+    k_wa, k_wb = load_halves(k_weight_ptr + col, in_row, DIM)
+    wa, wb = tl.where(row < HEADS, q_wa, k_wa), tl.where(row < HEADS, q_wb, k_wb)
     angle = tl.load(position_ptr + token).to(tl.int64) * (DIM // 2) + col
     cos = tl.load(cos_ptr + angle, mask=in_row, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=in_row, other=0.0)
+    a, b = norm_and_rotate(a, b, wa, wb, cos, sin, eps, DIM)
     dtype = qkv_ptr.dtype.element_ty
-    rotated_a, rotated_b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    rotated_a, rotated_b = a.to(dtype), b.to(dtype)
     tl.store(qkv_ptr + at, rotated_a, mask=mask)
     tl.store(qkv_ptr + at + DIM // 2, rotated_b, mask=mask)
     if HAS_CACHE:

@@ -147,18 +147,21 @@ class Qwen3Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        decode_attention = None
+        self.decode_attention = None
         if kernels.usable(self.embed_tokens.weight):
             from nanovllm.layers.decode_attention import DecodeAttention
 
-            decode_attention = DecodeAttention()
+            self.decode_attention = DecodeAttention()
         rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta)
-        shared = Shared(config, tp, attention, rotary, decode_attention)
+        shared = Shared(config, tp, attention, rotary, self.decode_attention)
         layers = (Qwen3DecoderLayer(shared) for _ in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context, attention = get_context(), self.decode_attention
+        if attention is not None and not context.is_prefill:
+            attention.plan(context, self.layers[0].self_attn.qkv_proj.num_kv_heads)
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)

@@ -24,7 +24,7 @@ from nanovllm.utils.context import Context
 
 EPS = 1e-6
 BLOCK_SIZE = 256  # what flash-attn needs
-CONTEXTS = (1, 256, 257, 0, 700)  # of a decode: short, split in two and five, a padding row
+CONTEXTS = (1, 256, 257, 0, 700)  # of a decode: short, cut in two and six, a padding row
 CHUNKS = ((130, 0), (1, 256), (70, 300))  # of a prefill: new positions, and those before them
 IN, OUT = 1200, 96  # of a matrix product: an input too long for one part, and no multiple of one
 
@@ -165,8 +165,10 @@ class KernelCases:
             out = torch_attention(q, k, v, *pool, context, self.scale)
             return list(pool) if stored else [out[lens > 0]]
 
+        attention = DecodeAttention()
+        attention.plan(context, self.norm_and_rope[0])
         caches = pool.clone()
-        out = DecodeAttention()(qkv, *self.norm_and_rope, *caches, context, self.scale)
+        out = attention(qkv, *self.norm_and_rope, *caches, context, self.scale)
         return self._judged(list(caches) if stored else [out[lens > 0]], plain, qkv, pool)
 
     def attention_prefill(self) -> Comparison:
