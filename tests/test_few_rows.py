@@ -163,6 +163,16 @@ def test_a_row_too_long_to_be_normalized_by_every_program(
     assert_close(apart, y.double(), "product")
 
 
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("size", [1, 40, 1024, 1025, few_rows.MAX_NORMED])
+def test_a_row_that_is_normalized_is_one_tile(size: int, silu: bool) -> None:
+    """The kernel counts on it, whatever the number of outputs is."""
+    for width in (1, 300, 5000, 200_000):
+        outputs, inputs, chunk, _ = few_rows.one_row_tile(size, width, silu)
+        assert inputs >= size and inputs % chunk == 0
+        assert outputs * inputs * (1 + silu) <= 16384
+
+
 # --- where it is used -----------------------------------------------------------------------------
 
 

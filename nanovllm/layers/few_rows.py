@@ -23,7 +23,7 @@ MAX_ROWS = 64
 NARROW = 2048  # outputs up to which more than one row is worth it: cuBLAS fills the GPU from there
 # Inputs up to which one row is normalized where it is multiplied. Every program reads all of row,
 # residual and norm weight, and has all of its weights in registers: with 4096 inputs so few outputs
-# fit that the former would be half as much as the latter.
+# fit that the former would be three quarters of the latter.
 MAX_NORMED = 2048
 
 
@@ -146,14 +146,16 @@ def num_parts(num_rows: int, weight: torch.Tensor) -> int:
     return max(1, min(most, triton.cdiv(in_features, 512)))
 
 
-def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int]:
-    """(outputs, inputs, inputs of a chunk) that a program for one row has at once: all inputs up to
-    4096 (with SiLU 2048), so that all weights are asked for before the wait; at most 16,384
-    weights, which are 64 registers of each thread; fewer if else there were not 256 programs."""
+def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int, int]:
+    """(outputs, inputs, inputs of a chunk) that a program for one row has at once, and its warps:
+    all inputs up to 4096 (with SiLU 2048), so that all weights are asked for before the wait; at
+    most 16,384 weights, which are 64 registers of each thread, or 32 where the next tile's will be
+    there too; fewer if else there were not 256 programs."""
     tile_in = min(triton.next_power_of_2(in_features), 2048 if silu else 4096)
     most = min(16384 // tile_in // (2 if silu else 1), width // 256)
     tile_out = 16 if most >= 16 else 8 if most >= 8 else 4
-    return tile_out, tile_in, min(256, tile_in) if tile_out > 4 else tile_in
+    chunk = min(256, tile_in) if tile_out > 4 else tile_in
+    return tile_out, tile_in, chunk, 4 if in_features <= tile_in else 8
 
 
 def one_row_linear(
@@ -172,7 +174,7 @@ def one_row_linear(
         x, total = add_rms_norm(x, residual, norm_weight, eps)
         return one_row_linear(x, weight, silu)[0], total
     width = out_features // 2 if silu else out_features
-    tile_out, tile_in, chunk = one_row_tile(in_features, width, silu)
+    tile_out, tile_in, chunk, num_warps = one_row_tile(in_features, width, silu)
     out = torch.empty(1, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     pdl = use_pdl(x)
@@ -191,7 +193,7 @@ def one_row_linear(
         CHUNKS=tile_in // chunk,
         CHUNK=chunk,
         PDL=pdl,
-        num_warps=4,
+        num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out, total
@@ -200,10 +202,9 @@ def one_row_linear(
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """x [T, in] contiguous, weight [out, in] -> x W^T [T, out] in x's dtype; with parts > 1, which
     several rows may have, the summands [parts, T, out] in float32, for `add_rms_norm`."""
-    assert x.is_contiguous()
     num_rows, in_features = x.shape
+    assert x.is_contiguous() and (num_rows > 1 or parts == 1)
     if num_rows == 1:
-        assert parts == 1
         return one_row_linear(x, weight)[0]
     tile_out, tile_in = 32, 512
     out_features = weight.shape[0]
