@@ -23,7 +23,7 @@ MAX_ROWS = 64
 NARROW = 2048  # outputs up to which more than one row is worth it: cuBLAS fills the GPU from there
 # Inputs up to which one row is normalized where it is multiplied. Every program reads all of row,
 # residual and norm weight, and has all of its weights in registers: with 4096 inputs so few outputs
-# fit that the former would be three quarters of the latter.
+# fit that the former would be three quarters of the latter; with 1024 and 2048 it is 3/8.
 MAX_NORMED = 2048
 
 
@@ -40,8 +40,7 @@ def _one_row_kernel(
     OUT: tl.constexpr,
     SILU: tl.constexpr,
     TILE_OUT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile of outputs): out = x W[tile]^T, in registers.
@@ -51,22 +50,18 @@ def _one_row_kernel(
     others may still have to read.
 
     With SILU the weight is [gate; up], OUT counts both, and the program combines its rows of
-    both: out = silu(gate) * up, of OUT / 2 columns.
-
-    A tile is [CHUNKS, TILE_OUT, CHUNK], so that each warp has outputs of its own, where there are
-    enough, and a sum is exchanged between the threads of one warp only."""
+    both: out = silu(gate) * up, of OUT / 2 columns."""
     col = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     width: tl.constexpr = OUT // 2 if SILU else OUT
-    in_tile = tl.arange(0, CHUNKS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    row_at = weight_ptr + col[None, :, None].to(tl.int64) * IN
-    acc = tl.zeros((TILE_OUT, CHUNK), tl.float32)
-    acc2 = tl.zeros((TILE_OUT, CHUNK), tl.float32)
-    for i in tl.static_range(0, IN, CHUNKS * CHUNK):
-        k = i + in_tile
-        w_mask = (col < width)[None, :, None] & (k < IN)[:, None, :]
-        w = tl.load(row_at + k[:, None, :], mask=w_mask, other=0.0)
+    row_at = weight_ptr + col[:, None].to(tl.int64) * IN
+    acc = tl.zeros((TILE_OUT, TILE_IN), tl.float32)
+    acc2 = tl.zeros((TILE_OUT, TILE_IN), tl.float32)
+    for i in tl.static_range(0, IN, TILE_IN):
+        k = i + tl.arange(0, TILE_IN)
+        w_mask = (col < width)[:, None] & (k < IN)[None, :]
+        w = tl.load(row_at + k[None, :], mask=w_mask, other=0.0)
         if SILU:
-            w2 = tl.load(row_at + width * IN + k[:, None, :], mask=w_mask, other=0.0)
+            w2 = tl.load(row_at + width * IN + k[None, :], mask=w_mask, other=0.0)
         if norm_weight_ptr is not None:
             norm_weight = tl.load(norm_weight_ptr + k, mask=k < IN, other=0.0)
         if i == 0:
@@ -83,9 +78,9 @@ def _one_row_kernel(
             x = x * tl.rsqrt(tl.sum(x * x) / IN + eps) * norm_weight
             # Rounded as the separate norm's result is.
             x = x.to(norm_weight.dtype).to(tl.float32)
-        acc += tl.sum(w.to(tl.float32) * x[:, None, :], axis=0)
+        acc += w.to(tl.float32) * x[None, :]
         if SILU:
-            acc2 += tl.sum(w2.to(tl.float32) * x[:, None, :], axis=0)
+            acc2 += w2.to(tl.float32) * x[None, :]
     out = tl.sum(acc, axis=1)
     if SILU:
         # Rounded in between, as the plain path's product is.
@@ -146,16 +141,14 @@ def num_parts(num_rows: int, weight: torch.Tensor) -> int:
     return max(1, min(most, triton.cdiv(in_features, 512)))
 
 
-def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int, int]:
-    """(outputs, inputs, inputs of a chunk) that a program for one row has at once, and its warps:
-    all inputs up to 4096 (with SiLU 2048), so that all weights are asked for before the wait; at
-    most 16,384 weights, which are 64 registers of each thread, or 32 where the next tile's will be
-    there too; fewer if else there were not 256 programs."""
-    tile_in = min(triton.next_power_of_2(in_features), 2048 if silu else 4096)
-    most = min(16384 // tile_in // (2 if silu else 1), width // 256)
-    tile_out = 16 if most >= 16 else 8 if most >= 8 else 4
-    chunk = min(256, tile_in) if tile_out > 4 else tile_in
-    return tile_out, tile_in, chunk, 4 if in_features <= tile_in else 8
+def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int]:
+    """(outputs, inputs, warps) of a program for one row: all inputs up to 4096, so that all weights
+    are asked for before the wait; few warps, as each takes part in the sum of every output; at most
+    128 weights a thread, half of it where the next tile's are held too; 256 programs or more."""
+    tile_in = min(triton.next_power_of_2(in_features), 4096)
+    warps = 2 if tile_in <= 1024 else 4
+    most = min(16, warps * 4096 // tile_in // (2 if silu else 1), max(width // 256, 1))
+    return 1 << (most.bit_length() - 1), tile_in, warps if in_features <= tile_in else 8
 
 
 def one_row_linear(
@@ -174,7 +167,7 @@ def one_row_linear(
         x, total = add_rms_norm(x, residual, norm_weight, eps)
         return one_row_linear(x, weight, silu)[0], total
     width = out_features // 2 if silu else out_features
-    tile_out, tile_in, chunk, num_warps = one_row_tile(in_features, width, silu)
+    tile_out, tile_in, num_warps = one_row_tile(in_features, width, silu)
     out = torch.empty(1, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     pdl = use_pdl(x)
@@ -190,8 +183,7 @@ def one_row_linear(
         OUT=out_features,
         SILU=silu,
         TILE_OUT=tile_out,
-        CHUNKS=tile_in // chunk,
-        CHUNK=chunk,
+        TILE_IN=tile_in,
         PDL=pdl,
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
