@@ -54,8 +54,8 @@ def _one_row_kernel(
     col = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     width: tl.constexpr = OUT // 2 if SILU else OUT
     row_at = weight_ptr + col[:, None].to(tl.int64) * IN
-    acc = tl.zeros((TILE_OUT, TILE_IN), tl.float32)
-    acc2 = tl.zeros((TILE_OUT, TILE_IN), tl.float32)
+    out = tl.zeros((TILE_OUT,), tl.float32)
+    up = tl.zeros((TILE_OUT,), tl.float32)
     for i in tl.static_range(0, IN, TILE_IN):
         k = i + tl.arange(0, TILE_IN)
         w_mask = (col < width)[:, None] & (k < IN)[None, :]
@@ -78,14 +78,13 @@ def _one_row_kernel(
             x = x * tl.rsqrt(tl.sum(x * x) / IN + eps) * norm_weight
             # Rounded as the separate norm's result is.
             x = x.to(norm_weight.dtype).to(tl.float32)
-        acc += w.to(tl.float32) * x[None, :]
+        out += tl.sum(w.to(tl.float32) * x[None, :], axis=1)
         if SILU:
-            acc2 += w2.to(tl.float32) * x[None, :]
-    out = tl.sum(acc, axis=1)
+            up += tl.sum(w2.to(tl.float32) * x[None, :], axis=1)
     if SILU:
         # Rounded in between, as the plain path's product is.
         gate = out.to(out_ptr.dtype.element_ty).to(tl.float32)
-        out = gate / (1 + tl.exp(-gate)) * tl.sum(acc2, axis=1)
+        out = gate / (1 + tl.exp(-gate)) * up
     tl.store(out_ptr + col, out.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
