@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from nanovllm.config import Config
 from nanovllm.engine import decode_graphs
+from nanovllm.layers.few_rows import one_row_linear
 from nanovllm.layers.sampler_kernels import sample_triton
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, use_context
@@ -91,12 +92,20 @@ def compile_all(config: ModelConfig, block_size: int, batches: list[int], **filt
     sample_triton(prefill(model), sampling_inputs(16, META, **filters))
 
 
+def compile_long_rows() -> None:
+    """One row of Qwen3-32B's products, whose inputs are several tiles."""
+    for out_features, in_features, silu in ((5120, 25600, False), (51200, 5120, True)):
+        weight = torch.empty(out_features, in_features, dtype=torch.bfloat16, device=META)
+        one_row_linear(weight[:1], weight, silu)
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     stand_in(capability)
     fake_capture(pytest.MonkeyPatch())
     # One row, and for several the three ways of decode attention to split contexts.
     compile_all(SHALLOW, 256, [1, 16, 64], top_k=1, top_p=1, min_p=0)
+    compile_long_rows()
     if capability in (86, 90):
         compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step
         compile_all(FLOAT32, 256, [3], top_k=1)

@@ -27,7 +27,12 @@ KERNELS = {
     for path in Path(nanovllm.__file__).parent.glob("layers/*.py")
     for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.M)
 }
-WITH_PDL = {"_add_rms_norm_kernel", "_decode_attention_kernel", "_few_rows_kernel"}
+WITH_PDL = {
+    "_add_rms_norm_kernel",
+    "_decode_attention_kernel",
+    "_few_rows_kernel",
+    "_one_row_kernel",
+}
 
 Compilers = dict[int, tuple[subprocess.Popen, Path]]
 

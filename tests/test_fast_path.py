@@ -22,9 +22,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """TQ with biases, sizes that are no powers of two, and a row for every id of the tokenizer."""
-    shape = {"vocab_size": 2048, "head_dim": 24, "intermediate_size": 600, "attention_bias": True}
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TQ with sizes that are no powers of two, and a row for every id of the tokenizer; with biases
+    unless a test asks for none."""
+    shape = {"vocab_size": 2048, "head_dim": 24, "intermediate_size": 600}
+    shape["attention_bias"] = getattr(request, "param", True)
     return make_checkpoint(tmp_path_factory.mktemp("model"), **shape)
 
 
@@ -84,29 +86,36 @@ def test_preemption_on_the_fast_path(
     assert llm.stats()["preemptions"] >= 1
 
 
+@pytest.mark.parametrize("folder", [False], indirect=True, ids=["no biases"])
 def test_half_precision_takes_the_few_row_products(
     build: Build, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float16, whose products are done by the kernel for few rows: plain, split (the widest), and
-    with SiLU inside. The same greedy tokens, and log-probabilities within its rounding."""
+    """Float16, whose products are done by the kernels for few rows. Of several: plain and split
+    (the widest); of one: plain, with the norm inside, with norm and SiLU. The same greedy tokens,
+    and log-probabilities within its rounding."""
     from nanovllm.layers import few_rows
 
     kinds: set[str] = set()
-    product = few_rows.few_rows_linear
+    few, one = few_rows.few_rows_linear, few_rows.one_row_linear
 
-    def noted(*args: Any, silu: bool = False, **parts: int) -> torch.Tensor:
-        out = product(*args, silu=silu, **parts)
-        kinds.add("silu" if silu else "split" if out.dim() == 3 else "plain")
+    def noted_few(x: torch.Tensor, *args: Any, **parts: int) -> torch.Tensor:
+        out = few(x, *args, **parts)
+        kinds.update([] if len(x) == 1 else ["split" if out.dim() == 3 else "several"])
         return out
 
-    monkeypatch.setattr(few_rows, "few_rows_linear", noted)
-    monkeypatch.setattr(few_rows, "num_parts", lambda weight: 2)
+    def noted_one(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kinds.add("one" if len(args) == 2 else "norm, silu" if args[2] else "norm")
+        return one(*args)
+
+    monkeypatch.setattr(few_rows, "few_rows_linear", noted_few)
+    monkeypatch.setattr(few_rows, "one_row_linear", noted_one)
+    monkeypatch.setattr(few_rows, "num_parts", lambda rows, weight: 2 if rows > 1 else 1)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
     (exact,) = reference(folder, PROMPTS[:1], params, monkeypatch)
     assert not kinds
     llm = build(dtype="float16", enforce_eager=True)
     (fast,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    assert kinds == {"plain", "split", "silu"}
+    assert kinds == {"several", "split", "one", "norm", "norm, silu"}
     assert fast["token_ids"] == exact["token_ids"]
     for ours, theirs in zip(fast["logprobs"], exact["logprobs"], strict=True):
         shared = ours.keys() & theirs.keys()

@@ -1,5 +1,5 @@
-"""Products with few rows, against float64; where they are used, and into how many parts they are
-split. In Triton's interpreter where there is no GPU."""
+"""Products with few rows, against float64; a single row's with the norm before it; where they are
+used, and into how many parts they are split. In Triton's interpreter where there is no GPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from numerics import BF16, F16, F32, assert_close, surrounded
 
 from nanovllm.layers import kernels
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.utils.parallel import TensorParallel
 
 few_rows = pytest.importorskip("nanovllm.layers.few_rows", reason="triton is not installed")
@@ -33,9 +33,12 @@ def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
-@pytest.mark.parametrize("shape", [(48, 96), (200, 512), (33, 1100)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(48, 96), (200, 512), (33, 1100), (2100, 700), (5, 4500)], ids=str
+)
 def test_product(shape: tuple[int, int], rows: int, device: torch.device) -> None:
-    """Outputs and inputs that are, and are not, multiples of a tile."""
+    """Outputs and inputs that are, and are not, multiples of a tile; so many of the former that a
+    tile of one row has 8, so many of the latter that they take two."""
     x, weight = operands(rows, shape, HALF, device)
     out = few_rows.few_rows_linear(x, weight)
     assert out.dtype == HALF
@@ -49,7 +52,7 @@ def test_product_in_each_dtype(rows: int, dtype: torch.dtype, device: torch.devi
     assert_close(few_rows.few_rows_linear(x, weight), exact(x, weight), "product")
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize(
     ("shape", "parts", "made"),
     [((48, 1100), 2, 2), ((48, 1100), 3, 3), ((40, 2100), 3, 3), ((40, 1024), 8, 2)],
@@ -69,15 +72,104 @@ def test_parts_add_up(
     assert_close(out[0], first, "product")
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17])
-@pytest.mark.parametrize("shape", [(2 * 48, 96), (2 * 50, 600)], ids=str)
-def test_silu_times_up(shape: tuple[int, int], rows: int, device: torch.device) -> None:
+# --- one row: what stands before and after its product --------------------------------------------
+
+EPS = 1e-6
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in float32 as the kernels round it; of bfloat16 the interpreter cuts the lower bits off."""
+    if dtype == BF16 and not ON_GPU:
+        x = (x.view(torch.int32) & -0x10000).view(F32)
+    return x.to(dtype)
+
+
+def normed(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in float32, rounded once, as the separate kernel does it."""
+    y = row.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS) * weight.float()
+    return rounded(y, row.dtype)
+
+
+def gated(product: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """silu(gate) * up of [gate | up]; the gate is rounded before, as it is in the plain path."""
+    gate, up = product.chunk(2, dim=1)
+    gate = rounded(gate.float(), dtype).double()
+    return gate * gate.sigmoid() * up
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(2 * 48, 96), (2 * 50, 600), (2 * 2100, 40)], ids=str)
+def test_silu_times_up(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     """The weight is [gate; up]; a width that is no multiple of a tile must not mix the two."""
-    x, weight = operands(rows, shape, HALF, device)
-    out = few_rows.few_rows_linear(x, weight, silu=True)
-    gate, up = exact(x, weight).chunk(2, dim=1)
-    assert out.shape == (rows, shape[0] // 2) and out.dtype == HALF
-    assert_close(out, gate * gate.sigmoid() * up, "product")
+    x, weight = operands(1, shape, dtype, device)
+    out, same = few_rows.one_row_linear(x, weight, silu=True)
+    assert out.shape == (1, shape[0] // 2) and out.dtype == dtype and same is x
+    assert_close(out, gated(exact(x, weight), dtype), "product")
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(48, 96), (90, 1024), (2 * 50, 600), (2100, 513), (33, 2048)], ids=str
+)
+def test_norm_and_product(
+    shape: tuple[int, int], with_residual: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of x + residual, which is also returned, rounded, and apart from the residual: programs that
+    start later still read that."""
+    x, weight = operands(1, shape, dtype, device)
+    residual = surrounded(3 * torch.randn(1, shape[1]), device, dtype) if with_residual else None
+    norm_weight = surrounded(torch.rand(shape[1]) + 0.5, device, dtype)
+    before = None if residual is None else residual.clone()
+    total = rounded(x.float() + residual.float(), dtype) if with_residual else x
+    product = exact(normed(total, norm_weight), weight)
+    for silu in (False, True)[: 1 + (shape[0] % 2 == 0)]:
+        y, new = few_rows.one_row_linear(x, weight, silu, residual, norm_weight, EPS)
+        assert_close(y, gated(product, dtype) if silu else product, "product")
+        if with_residual:
+            assert torch.equal(new, total) and torch.equal(residual, before)
+        else:
+            assert new is x
+
+
+def test_norm_of_extreme_rows(device: torch.device) -> None:
+    """Squares beyond float16; a row of zeros, whose norm only eps keeps finite."""
+    weight = surrounded(torch.randn(40, 128) / 11, device, F16)
+    ones = torch.ones(128, device=device, dtype=F16)
+    for row in (torch.full((1, 128), 3e4), torch.zeros(1, 128)):
+        x = surrounded(row, device, F16)
+        y, _ = few_rows.one_row_linear(x, weight, False, None, ones, EPS)
+        expected = exact(row.sign().to(device, F16), weight)
+        assert torch.allclose(y.double(), expected, atol=2e-3 * max(expected.abs().max(), 1))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_row_too_long_to_be_normalized_by_every_program(
+    silu: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Goes through the norm's own kernel: the same numbers."""
+    x, weight = operands(1, (60, 300), F16, device)
+    residual = torch.randn(1, 300).to(device, F16)
+    norm_weight = torch.rand(300).to(device, F16)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return few_rows.one_row_linear(x, weight, silu, residual.clone(), norm_weight, EPS)
+
+    y, total = run()
+    monkeypatch.setattr(few_rows, "MAX_NORMED", 299)
+    apart, same_total = run()
+    assert torch.equal(total, same_total)
+    assert_close(apart, y.double(), "product")
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("size", [1, 40, 1024, 1025, few_rows.MAX_NORMED])
+def test_a_row_that_is_normalized_is_one_tile(size: int, silu: bool) -> None:
+    """The kernel counts on it, whatever the number of outputs is."""
+    for width in (1, 300, 5000, 200_000):
+        outputs, inputs, warps = few_rows.one_row_tile(size, width, silu)
+        assert inputs >= size and outputs * inputs * (1 + silu) <= 4096 * warps
 
 
 # --- where it is used -----------------------------------------------------------------------------
@@ -100,17 +192,18 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
 
 def test_parts_are_of_512_inputs_at_least() -> None:
     """Several for Qwen3-0.6B's o and down projections; one for a weight that has enough outputs by
-    itself, and for a tiny one."""
+    itself, and for a tiny one. One row is never split: all programs of the next norm read it."""
     shapes = [(1024, 2048), (1024, 3072), (64, 513), (8192, 1024), (64, 64), (100_000, 4096)]
-    parts = [few_rows.num_parts(torch.empty(shape, device="meta")) for shape in shapes]
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    assert {few_rows.num_parts(1, weight) for weight in weights} == {1}
+    parts = [few_rows.num_parts(2, weight) for weight in weights]
     for count, (_, in_features) in zip(parts, shapes, strict=True):
         assert 1 <= count <= -(-in_features // 512)
     assert min(parts[:3]) > 1 and parts[3:] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 def test_a_split_product_and_the_norm_after_it(
-    rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """As in a layer: a row-parallel projection whose summands the next norm adds up, against the
     plain layers."""
@@ -118,13 +211,42 @@ def test_a_split_product_and_the_norm_after_it(
     proj.weight.data = (torch.randn(64, 1100) / 33).to(device, HALF)
     norm = RMSNorm(64, 1e-6)
     norm.weight.data = (torch.rand(64) + 0.5).to(device, HALF)
-    x = torch.randn(rows, 1100).to(device, HALF)
-    residual = torch.randn(rows, 64).to(device, HALF)
+    x = torch.randn(3, 1100).to(device, HALF)
+    residual = torch.randn(3, 64).to(device, HALF)
     total = exact(x, proj.weight) + residual.double()
     monkeypatch.setattr(kernels, "usable", lambda x: True)
     summands = proj(x)
-    assert summands.shape == (3, rows, 64)
+    assert summands.shape == (3, 3, 64)
     out, new = norm.add_norm(summands, residual)
     assert_close(new, total, "product")
     monkeypatch.setattr(kernels, "usable", lambda x: False)
     assert_close(out, norm(new).float(), "product")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_layers_norm_and_product(
+    bias: bool, silu: bool, rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """One kernel for a row without a bias. However it is done, it is what the plain layers do."""
+    proj = MergedColumnParallelLinear(64, {"gate": 40, "up": 40}, bias, TensorParallel())
+    norm = RMSNorm(64, EPS)
+    for param in (*proj.parameters(), norm.weight):
+        param.data = torch.randn(param.shape).to(device, HALF)
+    proj.weight.data /= 8
+    x, residual = (torch.randn(rows, 64).to(device, HALF) for _ in range(2))
+    calls: list[int] = []
+    product = few_rows.one_row_linear
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "usable", lambda x: True)
+        patched.setattr(
+            few_rows, "one_row_linear", lambda *args: calls.append(len(args)) or product(*args)
+        )
+        y, total = norm.add_norm_linear(x, residual.clone(), proj, silu)
+    assert calls == ([6] if rows == 1 and not bias else [])
+    monkeypatch.setattr(kernels, "usable", lambda x: False)
+    expected, expected_total = norm.add_norm_linear(x, residual, proj, silu)
+    assert torch.equal(total, expected_total)
+    # The plain path rounds the norm and the product once more.
+    torch.testing.assert_close(y, expected, atol=2e-2, rtol=1e-2)

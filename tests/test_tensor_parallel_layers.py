@@ -229,14 +229,15 @@ def run_in_lockstep(models: list[Qwen3ForCausalLM], ids: torch.Tensor) -> torch.
     positions, ends = torch.arange(length), torch.tensor([0, length], dtype=torch.int32)
     context = Context(True, torch.full((length,), -1), ends, ends, length, length)
     bodies = [model.model for model in models]
-    hidden, residual = sum(body.embed_tokens(ids) for body in bodies), None
+    stream = sum(body.embed_tokens(ids) for body in bodies), None
     with use_context(context):
         for layers in zip(*(body.layers for body in bodies), strict=True):
-            hidden, residual = layers[0].input_layernorm.add_norm(hidden, residual)
-            hidden = sum(layer.self_attn(positions, hidden) for layer in layers)
-            hidden, residual = layers[0].post_attention_layernorm.add_norm(hidden, residual)
-            hidden = sum(layer.mlp(hidden) for layer in layers)
-    hidden, _ = first.model.norm.add_norm(hidden, residual)
+            norms = layers[0].input_layernorm, layers[0].post_attention_layernorm
+            outs = [layer.self_attn(positions, norms[0], stream) for layer in layers]
+            stream = sum(hidden for hidden, _ in outs), outs[0][1]
+            outs = [layer.mlp(norms[1], stream) for layer in layers]
+            stream = sum(hidden for hidden, _ in outs), outs[0][1]
+    hidden, _ = first.model.norm.add_norm(*stream)
     with use_context(DECODE):
         logits = torch.cat([model.lm_head(hidden) for model in models], dim=1)
     return logits[:, : first.lm_head.vocab_size]

@@ -1,10 +1,12 @@
-"""RMSNorm, with the residual addition that precedes it in a transformer block."""
+"""RMSNorm, with what stands around it in a transformer block: the residual addition before it and
+the product after it."""
 
 import torch
 from torch import nn
 
 from nanovllm.layers import kernels
-from nanovllm.layers.linear import set_replicated_loader
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.linear import MergedColumnParallelLinear, set_replicated_loader
 
 
 class RMSNorm(nn.Module):
@@ -38,3 +40,22 @@ class RMSNorm(nn.Module):
         if residual is not None:
             x = x + residual
         return self(x), x
+
+    def add_norm_linear(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        proj: MergedColumnParallelLinear,
+        silu: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(proj(norm(x + residual)), x + residual), by one kernel if x is a single row; with `silu`
+        `silu_and_mul` of the former. Arguments as of `add_norm`."""
+        if proj.bias is None and kernels.usable(x):
+            from nanovllm.layers import few_rows
+
+            if len(x) == 1 and few_rows.serves(x, proj.weight):
+                norm = self.weight, self.eps
+                return few_rows.one_row_linear(x, proj.weight, silu, residual, *norm)
+        x, residual = self.add_norm(x, residual)
+        y = proj(x)
+        return silu_and_mul(y) if silu else y, residual

@@ -53,7 +53,7 @@ def linear(
         from nanovllm.layers import few_rows
 
         if few_rows.serves(x, weight):
-            parts = few_rows.num_parts(weight) if may_split else 1
+            parts = few_rows.num_parts(len(x), weight) if may_split else 1
             return few_rows.few_rows_linear(x, weight, parts=parts)
     return F.linear(x, weight, bias)
 

@@ -6,13 +6,12 @@ T is the number of positions of the step, N of its sequences. Weights arrive thr
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from nanovllm.layers import kernels
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.attention import Attention, AttentionFunction
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -25,6 +24,10 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import TensorParallel
+
+# Hidden states [T, hidden], and the residual [T, hidden] that they are still to be added to. Layers
+# hand on both, so that the next norm can do the addition, and a product do both.
+Stream: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Shared(NamedTuple):
@@ -62,13 +65,14 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(attention, config.head_dim**-0.5)
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv, d]
+    def forward(self, positions: torch.Tensor, norm: RMSNorm, stream: Stream) -> Stream:
+        qkv, residual = norm.add_norm_linear(*stream, self.qkv_proj)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv, d]
         if kernels.usable(qkv):
-            return self.o_proj(self._fused(positions, qkv).flatten(1))
+            return self.o_proj(self._fused(positions, qkv).flatten(1)), residual
         q, k, v = self._split(qkv)
         q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v).flatten(1))  # [T, hidden]
+        return self.o_proj(self.attn(q, k, v).flatten(1)), residual  # [T, hidden]
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         num_kv_heads = self.qkv_proj.num_kv_heads
@@ -96,7 +100,7 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)), x being the norm of the stream"""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -108,19 +112,13 @@ class Qwen3MLP(nn.Module):
             width, config.hidden_size, False, tp, "intermediate_size"
         )
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.gate_up_proj.weight
-        if kernels.usable(hidden):
-            from nanovllm.layers import few_rows
-
-            if few_rows.serves(hidden, weight):
-                return self.down_proj(few_rows.few_rows_linear(hidden, weight, silu=True))
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, norm: RMSNorm, stream: Stream) -> Stream:
+        y, residual = norm.add_norm_linear(*stream, self.gate_up_proj, silu=True)
+        return self.down_proj(y), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """One block. The residual stream travels beside the hidden states, so that each norm can do
-    the addition before it as well."""
+    """One block. Its halves are given the norms before them."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -130,13 +128,9 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config, shared.tp)
 
-    def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
-        hidden = self.self_attn(positions, hidden)
-        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
-        return self.mlp(hidden), residual
+    def forward(self, positions: torch.Tensor, stream: Stream) -> Stream:
+        stream = self.self_attn(positions, self.input_layernorm, stream)
+        return self.mlp(self.post_attention_layernorm, stream)
 
 
 class Qwen3Model(nn.Module):
@@ -162,10 +156,10 @@ class Qwen3Model(nn.Module):
         context, attention = get_context(), self.decode_attention
         if attention is not None and not context.is_prefill:
             attention.plan(context, self.layers[0].self_attn.qkv_proj.num_kv_heads)
-        hidden, residual = self.embed_tokens(input_ids), None
+        stream = self.embed_tokens(input_ids), None
         for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
-        return self.norm.add_norm(hidden, residual)[0]
+            stream = layer(positions, stream)
+        return self.norm.add_norm(*stream)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

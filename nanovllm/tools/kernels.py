@@ -38,8 +38,8 @@ def kernel_rows(llm: LLM) -> Iterator[Row]:
         ("norm + RoPE + KV store", cases.norm_rope_store),
         ("SiLU x up", cases.silu_and_mul),
         ("few rows", cases.few_rows),
-        ("few rows, SiLU x up", cases.few_rows_silu),
-        ("few rows, in parts", cases.few_rows_in_parts),
+        ("few rows, in parts", partial(cases.few_rows, parts=3)),
+        ("one row, norm + SiLU x up", cases.one_row),
         ("decode attention", cases.decode_attention),
         ("decode attention's KV store", cases.decode_store),
     ):
@@ -84,7 +84,7 @@ class KernelCases:
         return self._add_norm(self._random(5, IN))
 
     def add_norm_of_summands(self) -> Comparison:
-        """As `few_rows_in_parts` gives them."""
+        """As `few_rows` in parts gives them."""
         return self._add_norm(self._random(3, 5, IN).float())
 
     def _add_norm(self, x: torch.Tensor) -> Comparison:
@@ -106,26 +106,30 @@ class KernelCases:
         x = self._random(5, 2 * IN)
         return self._judged([silu_and_mul_fused(x)], lambda x: [_silu_and_mul(x)], x)
 
-    def few_rows(self) -> Comparison:
-        return self._product(F.linear)
-
-    def few_rows_silu(self) -> Comparison:
-        return self._product(lambda x, weight: _silu_and_mul(F.linear(x, weight)), silu=True)
-
-    def few_rows_in_parts(self) -> Comparison:
-        return self._product(F.linear, parts=3)
-
-    def _product(
-        self, plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], **how: int
-    ) -> Comparison:
-        """One row, which is multiplied in registers, and five."""
+    def few_rows(self, parts: int = 1) -> Comparison:
+        """Five rows; or four and one, which is never split and is multiplied in registers."""
         from nanovllm.layers.few_rows import few_rows_linear
 
         x, weight = self._random(5, IN), self._random(OUT, IN) / 32
-        actual = [few_rows_linear(rows, weight, **how) for rows in (x[:1], x)]
-        if "parts" in how:
-            actual = [parts.sum(0) for parts in actual]  # raises if it was not split
-        return self._judged(actual, lambda x, w: [plain(x[:1], w), plain(x, w)], x, weight)
+        outs = [few_rows_linear(rows, weight, parts) for rows in x.split(4 if parts == 1 else 5)]
+        actual = torch.cat(outs) if parts == 1 else outs[0].sum(0)
+        return self._judged([actual], lambda *xs: [F.linear(*xs)], x, weight)
+
+    def one_row(self) -> Comparison:
+        """With a residual, and without, but with SiLU; of the sum the first numbers."""
+        from nanovllm.layers.few_rows import one_row_linear
+
+        x, residual, norm = (self._random(1, IN) for _ in range(3))
+        weight = self._random(2 * OUT, IN) / 32
+        y, total = one_row_linear(x, weight[:OUT], False, residual, norm[0], EPS)
+        actual = [y, total[:, :OUT], one_row_linear(x, weight, True, None, norm[0], EPS)[0]]
+
+        def plain(x: torch.Tensor, *others: torch.Tensor) -> Numbers:
+            residual, norm, weight = others
+            rows = [F.linear(_norm(row, norm[0]), weight) for row in (x + residual, x)]
+            return [rows[0][:, :OUT], (x + residual)[:, :OUT], _silu_and_mul(rows[1])]
+
+        return self._judged(actual, plain, x, residual, norm, weight)
 
     # --- attention, and what is stored for it ---
 
