@@ -1,5 +1,5 @@
 """What an engine launches, compiled for a GPU that is not here and never run: a process of its own
-for test_compiled_kernels.py. Usage: compile_kernels.py CAPABILITY, such as 86.
+for test_compiled_kernels.py. Usage: compile_kernels.py CAPABILITY SHARED_KIB, such as 86 99.
 
 The compiled kernels are what Triton leaves in TRITON_CACHE_DIR. The model, the graphs and the
 sampler run as they are, on tensors that have a shape and no content."""
@@ -43,13 +43,19 @@ ODD = replace(
 FLOAT32 = replace(SHALLOW, head_dim=64, dtype="float32")
 
 
-def stand_in(capability: int) -> None:
+def stand_in(capability: int, shared_kib: int) -> None:
     """Let Triton compile for that GPU and launch nothing; let META tensors pass for the GPU's."""
     triton.runtime.driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
             get_current_stream=lambda device: 0,
             get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            utils=SimpleNamespace(
+                get_device_properties=lambda device: {
+                    "multiprocessor_count": 132,
+                    "max_shared_mem": shared_kib << 10,
+                }
+            ),
         )
     )
     run = triton.runtime.JITFunction.run
@@ -100,11 +106,11 @@ def compile_long_rows() -> None:
 
 
 if __name__ == "__main__":
-    capability = int(sys.argv[1])
-    stand_in(capability)
+    capability, shared_kib = map(int, sys.argv[1:])
+    stand_in(capability, shared_kib)
     fake_capture(pytest.MonkeyPatch())
-    # One row, and for several the three ways of decode attention to split contexts.
-    compile_all(SHALLOW, 256, [1, 16, 64], top_k=1, top_p=1, min_p=0)
+    # One row, and for several all tiles of decode attention.
+    compile_all(SHALLOW, 256, [1, 16, 40, 64], top_k=1, top_p=1, min_p=0)
     compile_long_rows()
     if capability in (86, 90):
         compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step

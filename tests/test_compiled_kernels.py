@@ -47,7 +47,7 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compilers]:
         folder = tmp_path_factory.mktemp("kernels")
         with (folder / "output.txt").open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, script, str(gpu)],
+                [sys.executable, script, str(gpu), str(GPUS[gpu])],
                 env={**env, "TRITON_CACHE_DIR": str(folder)},
                 stdout=output,
                 stderr=output,

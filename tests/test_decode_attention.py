@@ -16,7 +16,8 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 module = pytest.importorskip("nanovllm.layers.decode_attention", reason="triton is not installed")
-work_list = module.work_list
+decode_kernels = pytest.importorskip("nanovllm.layers.decode_kernels")
+work_list = decode_kernels.work_list
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -67,7 +68,7 @@ class Step:
 
     def run(self, attention: "module.DecodeAttention") -> torch.Tensor:
         """By the kernel: [N, heads, d]; the pool gets the new k and v."""
-        attention.plan(self.context, self.shape.kv_heads)
+        attention.plan(self.context, self.pool[0])
         if ON_GPU:
             torch.cuda.synchronize()  # in a model, the embedding comes between
         return attention(
@@ -199,6 +200,51 @@ def test_how_a_batch_is_cut_changes_nothing(
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("tile", [*decode_kernels.TILES[1:], (32, 3)], ids=str)
+def test_tiles_of_large_batches(
+    tile: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "tile_shape", lambda *_: tile)
+    for contexts in MIXED.values():
+        check(Step(SHAPES[1], contexts, device))
+
+
+H200, A100, RTX = (132, 227 << 10), (108, 163 << 10), (84, 99 << 10)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "programs", "row_bytes", "tile"),
+    [
+        (H200, 8, 256, (64, 4)),
+        (H200, 264, 256, (64, 4)),  # two on a multiprocessor
+        (H200, 272, 256, (64, 3)),
+        (H200, 396, 256, (64, 3)),  # three
+        (H200, 400, 256, (32, 4)),
+        (H200, 528, 256, (32, 4)),  # four
+        (H200, 536, 256, (64, 3)),  # 1.35 waves, not 1.02
+        (H200, 768, 256, (64, 3)),  # 1.94, not 1.45
+        (H200, 2048, 256, (32, 4)),  # 3.88, not 5.17
+        (H200, 8, 128, (64, 4)),
+        (H200, 2048, 512, (32, 3)),
+        (A100, 100, 256, (64, 4)),
+        (A100, 216, 256, (64, 3)),
+        (RTX, 8, 256, (64, 3)),  # four stages do not fit
+        (RTX, 2048, 512, (32, 3)),
+    ],
+)
+def test_tile_shape(
+    gpu: tuple[int, int],
+    programs: int,
+    row_bytes: int,
+    tile: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As few programs on a multiprocessor as run at once; if all do not, the fuller last wave."""
+    monkeypatch.setattr(decode_kernels, "_limits", lambda device: gpu)
+    assert decode_kernels.tile_shape(programs, row_bytes, torch.device("cpu")) == tile
+
+
+@pytest.mark.usefixtures("poisoned")
 def test_a_batch_of_padding_rows_only(device: torch.device) -> None:
     step = Step(SHAPES[1], [5, 70], device)
     step.context.context_lens.zero_()
@@ -312,12 +358,10 @@ def test_a_work_list_is_complete_and_fits(num_seqs: int, shares: int, device: to
 def test_positions_and_slots(block_size: int, device: torch.device) -> None:
     """Of real rows at the edges of blocks, and of padding rows whatever their table holds; the
     table is a part of a wider one."""
-    from nanovllm.layers.decode_kernels import positions_and_slots
-
     contexts = [1, block_size, block_size + 1, 0, 3 * block_size, 2, 0]
     wide = torch.randint(0, 1000, (len(contexts), 9), dtype=torch.int32)
     tables = wide.to(device)[:, 2:7]
-    positions, slots = positions_and_slots(
+    positions, slots = decode_kernels.positions_and_slots(
         torch.tensor(contexts, dtype=torch.int32, device=device), tables, block_size
     )
     last = [max(context - 1, 0) for context in contexts]

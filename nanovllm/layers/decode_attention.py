@@ -9,19 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.decode_kernels import merged_parts, prefetch, work_item, work_list
+from nanovllm.layers.decode_kernels import merged_parts, tile_shape, work_item, work_list
 from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
-KEYS = 64  # positions per inner step
-# Two tiles of keys and of values on their way while a third is computed with: 64 KiB for head size
-# 128, which three programs of a multiprocessor can have, and which keeps an H200's memory busy.
-STAGES, WARPS = 3, 4
-# Equal shares of what is read, over all KV heads, that a context longer than one is cut into: two
-# for each multiprocessor of a large GPU are enough for its memory.
-PROGRAMS = 256
-AHEAD = 2  # tiles whose keys and values are asked for before the wait
+# Equal shares of what is read, over all KV heads, that a context longer than one is cut into: about
+# one for each multiprocessor of a large GPU. More cost more to merge than they gain.
+PROGRAMS = 128
 
 
 @triton.jit
@@ -64,7 +59,6 @@ def _decode_attention_kernel(
     HALF: tl.constexpr,
     WIDE: tl.constexpr,
     KEYS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -73,7 +67,7 @@ def _decode_attention_kernel(
 
     Before the wait it reads what no kernel of this step's layers writes: what is the step's, by
     copies or kernels without PDL, which end before anything after them begins (the embedding is one
-    in every step), and the pool's past, of earlier steps. Only qkv comes from this layer.
+    in every step). Only qkv comes from this layer.
 
     The new position's k and v are used from registers by the context's first part, which also
     stores them; all parts read the pool only before that position, so no program reads what another
@@ -94,10 +88,6 @@ def _decode_attention_kernel(
         block = _block_of(table_ptr, first, key, end, BLOCK_SIZE, KEYS)
         slot = tl.load(slot_ptr + seq).to(tl.int64)
         head_at = kv_head * DIM
-        if PDL and AHEAD > 0:
-            ahead = tl.maximum(tl.minimum(first + tl.arange(0, AHEAD * KEYS), end - 1), 0)
-            prefetch(k_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
-            prefetch(v_cache_ptr + head_at, table_ptr, ahead, KV_HEADS * DIM, DIM, BLOCK_SIZE)
         qkv_ptr += seq * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
@@ -203,14 +193,19 @@ class DecodeAttention:
 
     def __init__(self) -> None:
         self.scratch: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
-        self.planned: tuple[torch.Tensor, ...] = ()  # a step's context lengths, their work list
+        # A step's context lengths, their work list, and the positions of a tile and stages for it.
+        self.planned: tuple[torch.Tensor, torch.Tensor, tuple[int, int]]
 
-    def plan(self, context: Context, num_kv_heads: int) -> None:
-        """Once a step, before its first layer: see which contexts are to be cut, and where. Between
-        this and the first layer's launch must be another kernel, launched without PDL."""
-        shares = max(PROGRAMS // num_kv_heads, 1)
+    def plan(self, context: Context, k_cache: torch.Tensor) -> None:
+        """Once a step, before its first layer, with any layer's cache [blocks, block_size,
+        kv_heads, d]: see which contexts are to be cut, and where. Between this and the first
+        layer's launch must be another kernel, launched without PDL."""
+        *_, num_kv_heads, head_dim = k_cache.shape
         lens = context.context_lens
-        self.planned = lens, work_list(lens, shares, KEYS)
+        row_bytes = triton.next_power_of_2(head_dim) * k_cache.element_size()
+        tile = tile_shape(len(lens) * num_kv_heads, row_bytes, lens.device)
+        shares = max(PROGRAMS // num_kv_heads, 1)
+        self.planned = lens, work_list(lens, shares, keys=tile[0]), tile
 
     def __call__(
         self,
@@ -230,7 +225,7 @@ class DecodeAttention:
         yet -> [N, heads, d]. Writes the new k and v to context.slot_mapping of the caches [blocks,
         block_size, kv_heads, d]. A row of context length 0 is left unwritten. `plan` has seen the
         context."""
-        lens, work = self.planned
+        lens, work, (keys, num_stages) = self.planned
         assert lens is context.context_lens
         num_seqs, num_rows, head_dim = qkv.shape
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
@@ -239,8 +234,6 @@ class DecodeAttention:
         small = triton.next_power_of_2(group)
         rows = max(small, 16)  # the least that a tensor core takes
         wide = max(triton.next_power_of_2(head_dim), 16)
-        # Not every GPU has the shared memory for two tiles of k and of v that are larger.
-        num_stages = 2 if wide * qkv.element_size() > 256 else STAGES
         num_items = len(work)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         shape = (num_items - num_seqs, num_kv_heads, small, wide)
@@ -276,11 +269,10 @@ class DecodeAttention:
             SMALL=small,
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
             WIDE=wide,
-            KEYS=KEYS,
-            AHEAD=AHEAD,
+            KEYS=keys,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
             PDL=pdl,
-            num_warps=WARPS,
+            num_warps=4,
             num_stages=num_stages,
             **({"launch_pdl": True} if pdl else {}),
         )

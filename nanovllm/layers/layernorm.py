@@ -1,5 +1,4 @@
-"""RMSNorm, with what stands around it in a transformer block: the residual addition before it and
-the product after it."""
+"""RMSNorm, with the residual addition before it and the product after it in a transformer block."""
 
 import torch
 from torch import nn
@@ -48,14 +47,13 @@ class RMSNorm(nn.Module):
         proj: MergedColumnParallelLinear,
         silu: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(proj(norm(x + residual)), x + residual), by one kernel if x is a single row; with `silu`
-        `silu_and_mul` of the former. Arguments as of `add_norm`."""
-        if proj.bias is None and kernels.usable(x):
-            from nanovllm.layers import few_rows
+        """(proj(norm(x + residual)), x + residual), for a single row by one kernel; with `silu`
+        silu_and_mul of the first. x and residual as in `add_norm`."""
+        if len(x) == 1 and proj.bias is None and kernels.usable(x):
+            from nanovllm.layers.few_rows import one_row_linear, serves
 
-            if len(x) == 1 and few_rows.serves(x, proj.weight):
-                norm = self.weight, self.eps
-                return few_rows.one_row_linear(x, proj.weight, silu, residual, *norm)
+            if serves(x, proj.weight):
+                return one_row_linear(x, proj.weight, silu, residual, self.weight, self.eps)
         x, residual = self.add_norm(x, residual)
         y = proj(x)
         return silu_and_mul(y) if silu else y, residual

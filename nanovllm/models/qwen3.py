@@ -153,9 +153,8 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        context, attention = get_context(), self.decode_attention
-        if attention is not None and not context.is_prefill:
-            attention.plan(context, self.layers[0].self_attn.qkv_proj.num_kv_heads)
+        if self.decode_attention is not None and not get_context().is_prefill:
+            self.decode_attention.plan(get_context(), self.layers[0].self_attn.attn.k_cache)
         stream = self.embed_tokens(input_ids), None
         for layer in self.layers:
             stream = layer(positions, stream)

@@ -170,8 +170,9 @@ class KernelCases:
             return list(pool) if stored else [out[lens > 0]]
 
         attention = DecodeAttention()
-        attention.plan(context, self.norm_and_rope[0])
         caches = pool.clone()
+        attention.plan(context, caches[0])
+        lens.clone()  # any kernel, as a model's embedding
         out = attention(qkv, *self.norm_and_rope, *caches, context, self.scale)
         return self._judged(list(caches) if stored else [out[lens > 0]], plain, qkv, pool)
 

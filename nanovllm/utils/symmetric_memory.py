@@ -53,8 +53,8 @@ class SymmetricAllReduce:
         `name` must be new in this process. Raises what torch raises where it or the GPUs cannot."""
         self.name, self.size, self.device = name, size, device
         store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
-        # By this name torch finds who takes part: an older one here, 2.11 in its registry of groups,
-        # which keeps none alive. This one exchanges nothing itself.
+        # By this name torch finds who takes part: older ones here, 2.11 in its registry of groups,
+        # which keeps none alive. This group exchanges nothing itself.
         _SymmetricMemory.set_group_info(name, rank, size, store)
         self._group = dist.ProcessGroup(store, rank, size)
         _register_process_group(name, self._group)
