@@ -302,7 +302,7 @@ def listed(
 
 WORK = {
     "a context is cut in two, ties by row, the longest first": (
-        [65, 257, 129, 257, 1],  # 704 past positions: a share is 176, a part at most 192
+        [65, 257, 129, 257, 1],  # 704 past positions: two shares are 176, a part at most 192
         [
             *[(1, 0, 2, 128), (1, 1, 2, 128), (2, 0, 1, 128), (3, 0, 2, 128), (3, 1, 2, 128)],
             *[(0, 0, 1, 64), (4, 0, 1, 64)],
@@ -316,7 +316,15 @@ WORK = {
     "no past": ([1], [(0, 0, 1, 64)]),
     "one far longer than the others": (
         [5, 0, 40_001, 9],
-        [*((2, part, 4, 10_048) for part in range(4)), (0, 0, 1, 64), (3, 0, 1, 64)],
+        [*((2, part, 8, 5_056) for part in range(8)), (0, 0, 1, 64), (3, 0, 1, 64)],
+    ),
+    "more than one share of 700": (
+        [2801] * 2,
+        [(row, part, 3, 960) for row in (0, 1) for part in range(3)],
+    ),
+    "one share, of 2,000": (
+        [8001] * 2,
+        [(row, part, 4, 2048) for row in (0, 1) for part in range(4)],
     ),
     "padding rows only": ([0, 0, 0], []),
 }
@@ -326,7 +334,7 @@ WORK = {
 def test_work_list(
     contexts: list[int], expected: list[tuple[int, int, int, int]], device: torch.device
 ) -> None:
-    assert listed(contexts, 4, 64, device) == expected
+    assert listed(contexts, 8, 64, device) == expected
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -24,7 +24,7 @@ from replaying import fake_capture
 from resources import live_requests
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.prefill_graphs import PrefillGraphs
+from nanovllm.engine.prefill_graphs import SIZES, PrefillGraphs
 from nanovllm.engine.sequence import Sequence
 
 pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton is not installed")
@@ -161,7 +161,8 @@ def test_a_short_prefill_runs_in_the_smallest_bucket(
 
 @pytest.mark.parametrize("case", ["history", "too many positions", "too many sequences"])
 def test_other_prefills_take_the_plain_path(build: Build, folder: Path, case: str) -> None:
-    """A chunk after the first or a prefix hit, more than 512 positions, more than 8 sequences."""
+    """A chunk after the first or a prefix hit, more than the largest
+    bucket of a step's 600 positions, more than 8 sequences."""
     one = SamplingParams(max_tokens=1, temperature=0)
     prompts = {
         "history": [random_ids(30)],
@@ -200,4 +201,4 @@ def test_positions_that_a_prefill_graph_has_to_spare_belong_to_a_sequence(build:
     rest = [32] * (graphs.max_seqs - 1)
     assert graphs.inputs["cu_seqlens"].tolist() == [0, 3, 12, *rest]
     assert graphs.inputs["input_ids"].tolist()[:13] == [1, 2, 3, *range(1, 10), 0]
-    assert graphs.inputs["slot_mapping"].tolist()[12:] == [-1] * (512 - 12)
+    assert graphs.inputs["slot_mapping"].tolist()[12:] == [-1] * (SIZES[-1] - 12)

@@ -196,8 +196,7 @@ class LLMEngine:
                     bar.update(len(done), num_tokens)
         finally:
             self._end_loop(requests)
-        completions |= {seq_id: request.completion() for seq_id, request in left.items()}
-        return [completions[request.seq.seq_id] for request in requests]
+        return [completions.get(request.seq.seq_id) or request.completion() for request in requests]
 
     def chat(
         self,

@@ -1,7 +1,7 @@
 """PrefillGraphs: short prefills as CUDA graphs, one per bucket of positions.
 
-A prefill of a few hundred positions takes the GPU about a millisecond, and the host ten times as
-long to launch kernel by kernel. Longer ones keep the GPU busy by themselves.
+A prefill of a few hundred positions takes the GPU a millisecond or two, and the host ten to launch
+kernel by kernel. Ones longer than SIZES[-1] keep the GPU busy by themselves.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, use_context
 
 MAX_SEQS = 8
-SIZES = (32, 64, 128, 256, 512)
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 class PrefillGraphs:
@@ -43,8 +43,7 @@ class PrefillGraphs:
         self.sampled = sampled
         self.max_seqs = min(MAX_SEQS, config.max_num_seqs)
         self.sizes = [size for size in SIZES if size <= config.max_num_batched_tokens]
-        positions = (SIZES[-1],)
-        rows = (self.max_seqs,)
+        positions, rows = (SIZES[-1],), (self.max_seqs,)
         self.inputs = PackedBuffer(
             {
                 "seeds": (torch.int64, rows),
@@ -95,8 +94,7 @@ class PrefillGraphs:
         return (
             len(seqs) <= self.max_seqs
             and not any(seq.num_cached_tokens for seq in seqs)
-            and bool(self.sizes)
-            and sum(seq.num_scheduled_tokens for seq in seqs) <= self.sizes[-1]
+            and sum(seq.num_scheduled_tokens for seq in seqs) <= max(self.sizes, default=0)
         )
 
     def launch(self, seqs: list[Sequence]) -> torch.Tensor:

@@ -14,9 +14,9 @@ from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
-# Equal shares of what is read, over all KV heads, that a context longer than one is cut into: about
-# one for each multiprocessor of a large GPU. More cost more to merge than they gain.
-PROGRAMS = 128
+# Equal shares of what is read, over all KV heads: of long contexts two for each multiprocessor of a
+# large GPU, of others (see work_list) one.
+PROGRAMS = 256
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+LONG = 1024  # positions that a program had better read alone than in two halves
 # (positions of a tile, stages of the pipeline): all but one of its stages are tiles of k and of v
 # on their way. The fewer programs there are, the more of the memory's latency each must cover.
 TILES = ((64, 4), (64, 3), (32, 4))
@@ -78,6 +79,7 @@ def _work_list_kernel(
     work_ptr,
     num_seqs,
     SHARES: tl.constexpr,
+    LONG: tl.constexpr,
     KEYS: tl.constexpr,
     SEQS: tl.constexpr,
 ):
@@ -87,7 +89,8 @@ def _work_list_kernel(
     context_lens = tl.load(context_len_ptr + each, mask=each < num_seqs, other=0)
     past = tl.maximum(context_lens - 1, 0)
     share = tl.cdiv(tl.sum(past.to(tl.int64), axis=0), SHARES)
-    longest = tl.maximum(tl.cdiv(share, KEYS), 1).to(tl.int32) * KEYS  # a part
+    longest = tl.maximum(share, tl.minimum(2 * share, LONG))  # a part
+    longest = tl.maximum(tl.cdiv(longest, KEYS), 1).to(tl.int32) * KEYS
     parts = tl.maximum(tl.cdiv(past, longest), 1)  # if they were no multiples of KEYS
     tiles = tl.maximum(tl.cdiv(tl.cdiv(past, parts), KEYS), 1)
     parts = tl.where(context_lens > 0, tl.maximum(tl.cdiv(past, tiles * KEYS), 1), 0)
@@ -108,15 +111,15 @@ def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tenso
     `work_item` reads them: the longest first, those of one context side by side and in order, 0 for
     what is left of the list. The length of a part is a multiple of `keys`.
 
-    A context is cut only if it is longer than one of `shares` equal shares of all that is to be
-    read: a cut has its price, and pays only where the GPU would wait for a long context. So there
-    are never more than N + shares parts, `shares` of one context."""
+    A cut has its price, and pays only where the GPU would wait for a long context: a part is as
+    long as one of `shares` equal shares of all that is to be read, and as two up to LONG positions.
+    So there are never more than N + shares parts, `shares` of one context."""
     num_seqs = len(context_lens)
     work = torch.empty(num_seqs + shares, dtype=torch.int64, device=context_lens.device)
     # One size, so one compilation, for all batches of CUDA graphs.
     size = triton.next_power_of_2(max(num_seqs, shares, 512))
     _work_list_kernel[(num_seqs,)](
-        context_lens, work, num_seqs, SHARES=shares, KEYS=keys, SEQS=size, num_warps=4
+        context_lens, work, num_seqs, SHARES=shares, LONG=LONG, KEYS=keys, SEQS=size, num_warps=4
     )
     return work
 
