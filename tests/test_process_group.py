@@ -1,7 +1,9 @@
 """ProcessGroup: what of its work on GPUs can be seen without one."""
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -70,36 +72,72 @@ def test_exchanges_of_memory_are_numbered_from_0() -> None:
     del server
 
 
-def test_torch_finds_the_ranks_by_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.11 looks for them while memory is exchanged: in its registry, until the owner of
-    the name is gone."""
-    found: list[tuple[int, int]] = []
+class Memory:
+    """torch's _SymmetricMemory, as far as no GPU is needed. `rendezvous` looks for the ranks as
+    torch 2.11 does: in its registry."""
 
-    class Memory:
-        """The parts that need a GPU."""
+    found: list[tuple[int, int]]  # rank and size
+    signal_pad_size = 64
+    set_group_info = staticmethod(lambda name, rank, size, store: None)
+    empty_strided_p2p = staticmethod(lambda size, stride, dtype, device: torch.empty(size))
 
-        set_group_info = staticmethod(lambda name, rank, size, store: None)
-        empty_strided_p2p = staticmethod(lambda size, stride, dtype, device: torch.empty(size))
-        signal_pad_size = 64
+    @classmethod
+    def rendezvous(cls, buffer: torch.Tensor, name: str) -> Any:
+        group = dist.distributed_c10d._resolve_process_group(name)
+        cls.found.append((group.rank(), group.size()))
+        return cls()
 
-        @classmethod
-        def rendezvous(cls, buffer: torch.Tensor, name: str) -> Any:
-            group = dist.distributed_c10d._resolve_process_group(name)
-            found.append((group.rank(), group.size()))
-            return cls()
+    def get_signal_pad(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
-        def get_signal_pad(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype)
 
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued on the stream beside, by name; a graph is captured by doing what is in it."""
+    queued: list[str] = []
+    graph = SimpleNamespace(replay=lambda: queued.append("passes"))
+    stream = SimpleNamespace(synchronize=lambda: queued.append("waited for"))
     monkeypatch.setattr(symmetric_memory, "_SymmetricMemory", Memory)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
-    for _ in range(2):  # a second engine of the process, with a name of its own
+    monkeypatch.setattr(Memory, "found", [], raising=False)
+    for name, stand_in in {
+        "Stream": lambda device, priority: stream,
+        "CUDAGraph": lambda: graph,
+        "graph": lambda captured, stream: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+        "synchronize": lambda device: None,
+        "_sleep": lambda cycles: queued.append("pause"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return queued
+
+
+@pytest.mark.usefixtures("queued")
+def test_torch_finds_the_ranks_by_the_name() -> None:
+    """Until the owner of the name is gone; a second engine of the process has its own."""
+    for _ in range(2):
         name = f"ranks-{uuid4()}"
         summer = SymmetricAllReduce(dist.HashStore(), name, 1, 2, torch.device("cpu"))
         del summer
         with pytest.raises(RuntimeError):
             dist.distributed_c10d._resolve_process_group(name)
-    assert found == [(1, 2), (1, 2)]
+    assert Memory.found == [(1, 2), (1, 2)]
+
+
+def test_sums_are_let_go_before_nccl_ends_its_own(queued: list[str]) -> None:
+    """All at once: while NCCL frees memory no thread can launch anything. And the memory that the
+    barriers are in is not given back while that writes to it."""
+    group = ProcessGroup(dist.HashStore(), 0, 1, torch.device("cpu"))
+    group.device = torch.device("cuda")
+    group.symmetric = SymmetricAllReduce(dist.HashStore(), "sums", 0, 2, torch.device("cpu"))
+    group.backend = SimpleNamespace(abort=lambda: queued.append("abort"))
+    group.abort()
+    assert queued == ["pause", "passes"] * symmetric_memory.RELEASES + ["abort"]
+    with pytest.raises(RuntimeError, match="another rank is lost"):
+        group.all_reduce(torch.zeros(8))
+    del queued[:]
+    group.close()
+    assert queued == ["waited for"]
 
 
 class BlockAtBarriers:

@@ -33,6 +33,7 @@ GPU_ENVIRONMENT = {
     # the watching, and the caller gets an exception.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # NVLink multicast is no part of what is used here, and not safe on every shared host.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -113,7 +114,8 @@ class ProcessGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, on each; `x` is overwritten."""
         if self.symmetric is not None and self.symmetric.serves(x):
-            return self.symmetric.all_reduce(x)
+            with self._start():
+                return self.symmetric.all_reduce(x)
         self._exchange(self.backend.allreduce, [x], _limitless(dist.AllreduceOptions()))
         return x
 
@@ -166,12 +168,18 @@ class ProcessGroup:
     def _exchange(self, start: Callable[..., dist.Work | None], *args: Any) -> None:
         """On CPU wait for it; on a GPU let the current stream wait. Raises RuntimeError if it fails
         or a peer is lost."""
-        with self._starting:
-            if self._is_aborted:
-                raise RuntimeError("another rank is lost")
+        with self._start():
             work = start(*args)
         if work is not None:
             work.wait()
+
+    @contextmanager
+    def _start(self) -> Iterator[None]:
+        """An exchange is given to torch inside the block. Raises RuntimeError if a peer is lost."""
+        with self._starting:
+            if self._is_aborted:
+                raise RuntimeError("another rank is lost")
+            yield
 
 
 def _limitless(options: Any) -> Any:
