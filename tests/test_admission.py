@@ -176,6 +176,36 @@ def test_a_request_joins_if_the_peak_of_what_is_to_come_fits(
     assert running_and_waiting(headroom, num_blocks).schedule().is_prefill == joins
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "num_join"),
+    [(36, 0), (37, 4), (38, 5), (80, 5)],
+)
+def test_under_pressure_requests_join_in_company(num_blocks: int, num_join: int) -> None:
+    """16 run, in two blocks each. Each waiting one wants a block: the first joins where four others
+    could as well, 1 + 16 // 4 in all; those after it as long as something is left to grow in."""
+    scheduler = make_scheduler(num_blocks, block_size=4)
+    for i in range(16):
+        add_request(scheduler, [i] * 6, max_tokens=2)
+    run_step(scheduler, FakeModel(scheduler))
+    scheduler.headroom = 1e-9
+    for i in range(5):
+        add_request(scheduler, [i] * 3, max_tokens=2)
+    seqs, is_prefill = scheduler.schedule()
+    assert (len(seqs) if is_prefill else 0) == num_join
+
+
+def test_company_wants_no_more_than_a_sixth_of_the_pool() -> None:
+    """Else a long prompt would wait for half of those who run: 16 in a block each, 17 free of
+    33, and one of 9 blocks, with company 45."""
+    scheduler = make_scheduler(num_blocks=33, block_size=4)
+    for i in range(16):
+        add_request(scheduler, [i] * 2, max_tokens=2)
+    run_step(scheduler, FakeModel(scheduler))
+    scheduler.headroom = 1e-9
+    add_request(scheduler, [9] * 34, max_tokens=2)
+    assert scheduler.schedule().is_prefill
+
+
 def test_growth_is_expected_up_to_the_longest_completion_so_far() -> None:
     """Where completions stop long before max_tokens, that is what counts."""
     scheduler = running_and_waiting(headroom=1.0)

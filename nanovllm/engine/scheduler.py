@@ -116,7 +116,7 @@ class Scheduler:
             num_cached, num_hits = seq.num_cached_tokens, 0
             if not seq.block_table:
                 num_hits = self.block_manager.can_allocate(seq)
-                if num_hits < 0 or not self._has_headroom(seq):
+                if num_hits < 0 or not self._has_headroom(seq, is_first=not chosen):
                     break
                 num_cached = num_hits * self.block_manager.block_size
             num_left = seq.num_tokens - num_cached
@@ -136,7 +136,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         return chosen
 
-    def _has_headroom(self, seq: Sequence) -> bool:
+    def _has_headroom(self, seq: Sequence, is_first: bool) -> bool:
         """Whether `seq` can join without the running requests soon outgrowing the pool.
 
         Admitting whatever fits *now* thrashes under pressure: all grow, the newest are preempted,
@@ -147,15 +147,25 @@ class Scheduler:
         far at most, times `headroom`. That is learned: 0, the plain rule, until something is
         preempted; raised by each preemption (beyond 1 where even the full growth leaves no margin)
         and eased by each finished request.
+
+        Every prefill makes all who run wait. So the first of a step joins when there is room for
+        company too: for a quarter of those who run, or in a sixth of the pool.
         """
         if not self.headroom or not self.running:
             return True
+        num_free, num_blocks = (
+            len(self.block_manager.free_block_ids),
+            len(self.block_manager.blocks),
+        )
+        company = seq.num_blocks * (1 + len(self.running) // 4)
+        if is_first and num_free < min(company, num_blocks // 6):
+            return False
         live = [(self._blocks_to_grow(s), s.num_blocks) for s in (*self.running, seq)]
         peak = freed = 0.0
-        for num_ended, (growth, num_blocks) in enumerate(sorted(live)):
+        for num_ended, (growth, num_held) in enumerate(sorted(live)):
             peak = max(peak, (len(live) - num_ended) * growth - freed)
-            freed += num_blocks
-        return peak <= len(self.block_manager.free_block_ids) - seq.num_blocks
+            freed += num_held
+        return peak <= num_free - seq.num_blocks
 
     def _blocks_to_grow(self, seq: Sequence) -> float:
         completion = min(seq.max_tokens, self.longest_completion or seq.max_tokens)
