@@ -39,6 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--tp",
         metavar="N",
         type=int,
+        choices=range(2, 9),
         action="append",
         default=[],
         help="compare TP=N on the CPU as well, in N processes",

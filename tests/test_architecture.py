@@ -224,7 +224,7 @@ def test_the_engine_can_be_read_in_an_evening() -> None:
     kernels = [path for path in engine if path.stem in KERNELS]
     several = [path for path in engine if path.stem in SEVERAL_GPUS]
     assert (len(kernels), len(several)) == (len(KERNELS), len(SEVERAL_GPUS))
-    assert num_lines([path for path in engine if path not in kernels + several]) <= 3290
+    assert num_lines([path for path in engine if path not in kernels + several]) <= 3300
     assert num_lines(kernels) <= 1170
     assert num_lines(several) <= 720
 

@@ -24,7 +24,7 @@ from replaying import fake_capture
 from resources import live_requests
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.prefill_graphs import SIZES, PrefillGraphs
+from nanovllm.engine.prefill_graphs import SIZES, PrefillGraphs, prefill_sizes
 from nanovllm.engine.sequence import Sequence
 
 pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton is not installed")
@@ -177,6 +177,16 @@ def test_other_prefills_take_the_plain_path(build: Build, folder: Path, case: st
         assert sum(prefill_replays(llm).values()) == 1
     assert completions(llm, prompts, one) == reference
     assert sum(prefill_replays(llm).values()) == (case == "history")
+
+
+@pytest.mark.parametrize(
+    ("billions", "budget", "largest"),
+    [(0.6, 16384, 2048), (0.6, 600, 512), (4, 16384, 512), (8.2, 16384, 256), (32.8, 16384, 64)],
+)
+def test_the_larger_the_model_the_shorter_its_prefill_graphs(
+    billions: float, budget: int, largest: int
+) -> None:
+    assert prefill_sizes(int(billions * 1e9), budget)[-1] == largest
 
 
 def test_prefill_graphs_are_no_longer_than_a_step(build: Build) -> None:

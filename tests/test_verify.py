@@ -18,7 +18,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.inputs import StepInputs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.tools.comparison import EXACT, NotRun, Tolerance, compare, measured
-from nanovllm.verify import parse_args, run
+from nanovllm.tools.equivalences import Equivalences
+from nanovllm.verify import BUNDLED_MODEL, parse_args, run
 
 LOGIT_ROWS = [
     "this engine",
@@ -153,6 +154,18 @@ def test_history_read_from_the_wrong_block_fails(
     code, rows = verify(capsys)
     assert code == 1 and {"chunked prefill", "prefix hit"} <= failed(rows)
     assert not failed(rows) & {"this engine", "KV cache", "batched with others"}
+
+
+def test_a_size_that_was_asked_for_and_cannot_be_fails() -> None:
+    """Two and four ranks are tried wherever there are GPUs; --tp 3 is somebody's question."""
+    with Equivalences(str(BUNDLED_MODEL), "cpu", tp_sizes=[3]) as equivalences:
+        with pytest.raises(ValueError, match=r"num_attention_heads \(4\) cannot be divided"):
+            equivalences._tensor_parallel(3)
+        equivalences.tp_sizes = []
+        with pytest.raises(NotRun):
+            equivalences._tensor_parallel(3)
+    with pytest.raises(SystemExit):
+        parse_args(["--tp", "1"])
 
 
 def test_a_comparison_that_misses_its_point_fails(

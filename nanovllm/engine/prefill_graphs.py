@@ -1,7 +1,7 @@
 """PrefillGraphs: short prefills as CUDA graphs, one per bucket of positions.
 
 A prefill of a few hundred positions takes the GPU a millisecond or two, and the host ten to launch
-kernel by kernel. Ones longer than SIZES[-1] keep the GPU busy by themselves.
+kernel by kernel. One that takes the GPU longer would only lose by being rounded up to a bucket.
 """
 
 from bisect import bisect_left
@@ -19,10 +19,16 @@ from nanovllm.utils.context import Context, use_context
 
 MAX_SEQS = 8
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)
+MOST_WORK = 4e12  # positions x parameters: about 11 ms of a GPU of 700 TFLOP/s
+
+
+def prefill_sizes(num_params: int, budget: int) -> list[int]:
+    """The buckets for a model of so many parameters and steps of at most `budget` positions."""
+    return [size for size in SIZES if size <= budget and size * num_params <= MOST_WORK]
 
 
 class PrefillGraphs:
-    """Graphs for prefills without history of up to MAX_SEQS sequences and SIZES[-1] positions.
+    """Graphs for prefills without history of up to MAX_SEQS sequences, in buckets of positions.
 
     The positions beyond those of the sequences are one more sequence, of id 0, with slots -1 and
     read by nobody. They must belong to one: attention reads whole tiles of K and V, past the end
@@ -42,7 +48,8 @@ class PrefillGraphs:
         self.model = model
         self.sampled = sampled
         self.max_seqs = min(MAX_SEQS, config.max_num_seqs)
-        self.sizes = [size for size in SIZES if size <= config.max_num_batched_tokens]
+        num_params = sum(param.numel() for param in model.parameters())
+        self.sizes = prefill_sizes(num_params, config.max_num_batched_tokens)
         positions, rows = (SIZES[-1],), (self.max_seqs,)
         self.inputs = PackedBuffer(
             {

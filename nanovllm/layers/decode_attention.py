@@ -176,7 +176,7 @@ def _decode_attention_kernel(
             done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if done == num_parts - 1:
                 merged = merged_parts(
-                    part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE, CHUNK=16
+                    part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE
                 )
                 head = tl.arange(0, SMALL)[:, None]
                 mask = (head < GROUP) & (wide < DIM)

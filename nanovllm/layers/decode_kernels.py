@@ -142,12 +142,12 @@ def merged_parts(
     GROUP: tl.constexpr,
     SMALL: tl.constexpr,
     WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Attention over a whole context, [SMALL, WIDE], of which GROUP rows count, from that over its
     parts: of each, the weighted sums of values [SMALL, WIDE], and the maximum and the sum of the
-    weights [2, SMALL]. CHUNK of them in one load, from L2 (.cg), where the other programs' stores
-    are."""
+    weights [2, SMALL]. Several in one load, from L2 (.cg), where the other programs' stores are; no
+    more than leave the kernel the registers that `tile_shape` counts on."""
+    CHUNK: tl.constexpr = 32 // SMALL if SMALL < 32 else 1
     small = tl.arange(0, SMALL)[None, :]
     wide = tl.arange(0, WIDE)[None, None, :]
     best = tl.full((SMALL,), -1e30, tl.float32)

@@ -226,6 +226,8 @@ class Equivalences:
         try:
             return self._other_engine(self.paths, **settings).logits, self.plain
         except ValueError as error:  # the model cannot be split so, or not at all here
+            if size in self.tp_sizes:  # which was asked for by name
+                raise
             raise NotRun(str(error)) from error
 
     def _other_engine(self, paths: list[TokenPath], **settings: Any) -> Run:
