@@ -12,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.tools.events import letters
 from nanovllm.tools.table import ranges
 from nanovllm.tools.tracer import Tracer
+from nanovllm.tools.walks import WALKS
 from nanovllm.trace import parse_args
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -42,6 +43,16 @@ def test_the_engine_is_itself_again_after_an_error() -> None:
         with pytest.raises(KeyboardInterrupt), Tracer(llm):
             raise KeyboardInterrupt
         assert "schedule" not in vars(llm.scheduler) and "run" not in vars(llm.model_runner)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("walk", WALKS)
+def test_walks_on_a_gpu_schedule_as_on_the_cpu(walk: str) -> None:
+    """Step by step, and layer 0 is seen there too."""
+    _, on_cpu = trace("--walk", walk)
+    lines, steps = trace("--device", "cuda", "--walk", walk, "--shapes")
+    assert [step.scheduled for step in steps] == [step.scheduled for step in on_cpu]
+    assert any("qkv_proj" in line or "o_proj" in line for line in lines)
 
 
 # --- the command ----------------------------------------------------------------------------------
