@@ -53,10 +53,12 @@ class Config:
         valid = [field.name for field in fields(cls)]
         for name in settings:
             if name not in valid:
-                near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+                near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+                if name == "tp":  # as the scripts call it
+                    near = ["tensor_parallel_size"]
+                hint = f"did you mean {near[0]!r}? " if near else ""
                 raise TypeError(
-                    f"unknown setting {name!r}: did you mean {near[0]!r}? Valid settings: "
-                    + ", ".join(valid)
+                    f"unknown setting {name!r}: {hint}valid settings are " + ", ".join(valid)
                 )
         return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **settings)
 
@@ -65,8 +67,8 @@ class Config:
             raise TypeError(f"model must be the path of a folder, got {self.model!r}")
         if not os.path.isdir(self.model):
             raise ValueError(
-                f"model folder {self.model!r} does not exist; give a local folder in Hugging Face "
-                "format (nothing is downloaded)"
+                f"model folder {self.model!r} does not exist, or is a file; give a local folder in "
+                "Hugging Face format (nothing is downloaded)"
             )
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1, INT32)

@@ -122,6 +122,7 @@ def test_wrong_type_is_a_type_error_by_name(tmp_path: Path, name: str, value: An
         ("eager", "enforce_eager"),
         ("kv_cache_block_size", "kvcache_block_size"),
         ("gpu_mem_utilization", "gpu_memory_utilization"),
+        ("tp", "tensor_parallel_size"),
     ],
 )
 def test_case_39_unknown_setting_names_the_nearest_one(
@@ -129,6 +130,11 @@ def test_case_39_unknown_setting_names_the_nearest_one(
 ) -> None:
     with pytest.raises(TypeError, match=f"{typo!r}: did you mean {nearest!r}"):
         make(tmp_path, **{typo: 1})
+
+
+def test_a_setting_that_is_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="'trust_remote_code': valid settings are model, max"):
+        make(tmp_path, trust_remote_code=True)
 
 
 def test_frozen(tmp_path: Path) -> None:
