@@ -153,18 +153,15 @@ class Scheduler:
         """
         if not self.headroom or not self.running:
             return True
-        num_free, num_blocks = (
-            len(self.block_manager.free_block_ids),
-            len(self.block_manager.blocks),
-        )
+        num_free = len(self.block_manager.free_block_ids)
         company = seq.num_blocks * (1 + len(self.running) // 4)
-        if is_first and num_free < min(company, num_blocks // 6):
+        if is_first and num_free < min(company, len(self.block_manager.blocks) // 6):
             return False
         live = [(self._blocks_to_grow(s), s.num_blocks) for s in (*self.running, seq)]
         peak = freed = 0.0
-        for num_ended, (growth, num_held) in enumerate(sorted(live)):
+        for num_ended, (growth, num_blocks) in enumerate(sorted(live)):
             peak = max(peak, (len(live) - num_ended) * growth - freed)
-            freed += num_held
+            freed += num_blocks
         return peak <= num_free - seq.num_blocks
 
     def _blocks_to_grow(self, seq: Sequence) -> float:

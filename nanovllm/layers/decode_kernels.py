@@ -28,7 +28,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
 def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
     """Which of TILES for so many programs and positions of so many bytes: the first with which all
     programs run at once, or else, of the last two, the one that leaves less of the GPU idle in the
-    last wave of programs. On an H200: 64 x 1024 positions 68 us, 72 and 76 with the others."""
+    last wave of programs. On an H200: 64 x 1024 positions 68 us, 72 and 77 with the others."""
     if row_bytes > 256:
         return 32, 3  # not every GPU has the shared memory for more
     multiprocessors, shared = _limits(device)
