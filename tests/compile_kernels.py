@@ -20,11 +20,13 @@ from triton.backends.compiler import GPUTarget
 from nanovllm.config import Config
 from nanovllm.engine import decode_graphs
 from nanovllm.layers.few_rows import one_row_linear
+from nanovllm.layers.rank_sum import sum_add_rms_norm
 from nanovllm.layers.sampler_kernels import sample_triton
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, use_context
 from nanovllm.utils.device import defaults
 from nanovllm.utils.hf import ModelConfig
+from nanovllm.utils.parallel import Summand
 
 META = torch.device("meta")
 
@@ -105,6 +107,15 @@ def compile_long_rows() -> None:
         one_row_linear(weight[:1], weight, silu)
 
 
+def compile_rank_sum(size: int) -> None:
+    """A sum of four ranks, and the norm after it."""
+    weight = torch.empty(size, dtype=torch.bfloat16, device=META)
+    memory = SimpleNamespace(addresses=zeros(4).long(), epochs=zeros(512), rank=1, size=4)
+    summand = Summand(torch.empty(3, size, dtype=weight.dtype, device=META), 1 << 13, memory)
+    for residual in (None, summand.x):
+        sum_add_rms_norm(summand, residual, weight, 1e-6)
+
+
 if __name__ == "__main__":
     capability, shared_kib = map(int, sys.argv[1:])
     stand_in(capability, shared_kib)
@@ -112,6 +123,7 @@ if __name__ == "__main__":
     # One row, and for several all tiles of decode attention.
     compile_all(SHALLOW, 256, [1, 16, 40, 64], top_k=1, top_p=1, min_p=0)
     compile_long_rows()
+    compile_rank_sum(5120)
     if capability in (86, 90):
         compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step
         compile_all(FLOAT32, 256, [3], top_k=1)

@@ -28,6 +28,7 @@ KERNELS = {
     "filter_kernels",
     "fused_kernels",
     "pdl",
+    "rank_sum",
     "sampler_kernels",
 }
 SEVERAL_GPUS = {"control", "lead_runner", "process_group", "symmetric_memory", "workers"}

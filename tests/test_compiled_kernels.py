@@ -32,6 +32,7 @@ WITH_PDL = {
     "_decode_attention_kernel",
     "_few_rows_kernel",
     "_one_row_kernel",
+    "_sum_add_rms_norm_kernel",
 }
 
 Compilers = dict[int, tuple[subprocess.Popen, Path]]

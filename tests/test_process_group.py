@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nanovllm.utils import symmetric_memory
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
-from nanovllm.utils.symmetric_memory import OwnNumbers, SymmetricAllReduce, signals_to_set
+from nanovllm.utils.symmetric_memory import MAX_BYTES, OwnNumbers, SymmetricMemory
 
 
 class NcclAsLocksGo:
@@ -77,32 +77,30 @@ class Memory:
     torch 2.11 does: in its registry."""
 
     found: list[tuple[int, int]]  # rank and size
-    signal_pad_size = 64
     set_group_info = staticmethod(lambda name, rank, size, store: None)
-    empty_strided_p2p = staticmethod(lambda size, stride, dtype, device: torch.empty(size))
+
+    @staticmethod
+    def empty_strided_p2p(
+        size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.randint(255, size, dtype=dtype)
 
     @classmethod
     def rendezvous(cls, buffer: torch.Tensor, name: str) -> Any:
         group = dist.distributed_c10d._resolve_process_group(name)
         cls.found.append((group.rank(), group.size()))
-        return cls()
-
-    def get_signal_pad(self, rank: int, shape: tuple[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return SimpleNamespace(get_buffer=lambda rank, shape, dtype: buffer)
 
 
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is queued on the stream beside, by name; a graph is captured by doing what is in it."""
+    """What is queued on the stream beside, by name."""
     queued: list[str] = []
-    graph = SimpleNamespace(replay=lambda: queued.append("passes"))
     stream = SimpleNamespace(synchronize=lambda: queued.append("waited for"))
     monkeypatch.setattr(symmetric_memory, "_SymmetricMemory", Memory)
     monkeypatch.setattr(Memory, "found", [], raising=False)
     for name, stand_in in {
         "Stream": lambda device, priority: stream,
-        "CUDAGraph": lambda: graph,
-        "graph": lambda captured, stream: nullcontext(),
         "stream": lambda stream: nullcontext(),
         "device": lambda device: nullcontext(),
         "synchronize": lambda device: None,
@@ -112,72 +110,54 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return queued
 
 
+def memory(name: str, rank: int = 0) -> SymmetricMemory:
+    return SymmetricMemory(dist.HashStore(), name, rank, 2, torch.device("cpu"))
+
+
 @pytest.mark.usefixtures("queued")
 def test_torch_finds_the_ranks_by_the_name() -> None:
     """Until the owner of the name is gone; a second engine of the process has its own."""
     for _ in range(2):
         name = f"ranks-{uuid4()}"
-        summer = SymmetricAllReduce(dist.HashStore(), name, 1, 2, torch.device("cpu"))
-        del summer
+        mine = memory(name, 1)
+        del mine
         with pytest.raises(RuntimeError):
             dist.distributed_c10d._resolve_process_group(name)
     assert Memory.found == [(1, 2), (1, 2)]
 
 
+@pytest.mark.usefixtures("queued")
+def test_summands_lie_apart() -> None:
+    """From each other while they are in use, and from the signals, which begin at 0. A sum of
+    more than there is room for is NCCL's."""
+    mine = memory("summands")
+    assert not mine._signals.any()
+    largest = (512, MAX_BYTES // 512 // 2)
+    summands = [mine.summand(*largest, torch.bfloat16, turn) for turn in range(3)]
+    for turn, (x, offset, _) in enumerate(summands):
+        assert (x.shape, x.dtype) == (largest, torch.bfloat16)
+        assert x.data_ptr() - mine._memory.data_ptr() == offset == 512 * 2 * 4 + turn * MAX_BYTES
+        x.fill_(turn + 1)
+    assert [x.unique().tolist() for x, *_ in summands] == [[1], [2], [3]]
+    assert not mine._signals.any()
+    assert mine.summand(512, MAX_BYTES // 512 // 2 + 8, torch.bfloat16, 0) is None
+    assert mine.summand(513, 8, torch.bfloat16, 0) is None
+
+
 def test_sums_are_let_go_before_nccl_ends_its_own(queued: list[str]) -> None:
     """All at once: while NCCL frees memory no thread can launch anything. And the memory that the
-    barriers are in is not given back while that writes to it."""
+    signals are in is not given back while that writes to it."""
     group = ProcessGroup(dist.HashStore(), 0, 1, torch.device("cpu"))
     group.device = torch.device("cuda")
-    group.symmetric = SymmetricAllReduce(dist.HashStore(), "sums", 0, 2, torch.device("cpu"))
-    group.backend = SimpleNamespace(abort=lambda: queued.append("abort"))
+    group.symmetric = memory("sums")
+    group.symmetric.epochs += torch.arange(512, dtype=torch.int32)
+    group.backend = SimpleNamespace(abort=lambda: queued.append("abort"), allreduce=None)
     group.abort()
-    assert queued == ["pause", "passes"] * symmetric_memory.RELEASES + ["abort"]
+    assert queued == ["pause"] * symmetric_memory.RELEASES + ["abort"]
+    ahead = group.symmetric._signals - group.symmetric.epochs.unsqueeze(1)
+    assert ahead.unique().tolist() == [symmetric_memory.FAR]
     with pytest.raises(RuntimeError, match="another rank is lost"):
         group.all_reduce(torch.zeros(8))
     del queued[:]
     group.close()
     assert queued == ["waited for"]
-
-
-class BlockAtBarriers:
-    """One block of a kernel of `rank` that comes from barrier to barrier: sync_remote_blocks of
-    torch's CUDASymmetricMemory-inl.h, which has a thread for each rank."""
-
-    def __init__(self, pads: list[torch.Tensor], rank: int, block: int) -> None:
-        size = self.size = len(pads)
-        # What thread i sets when it is 0, and what it then takes when it is 1.
-        self.signals = [
-            (pads[i][block * size + rank :], pads[rank][block * size + i :]) for i in range(size)
-        ]
-        self.done = [0] * size  # by thread: 1 when it has set, 2 when it has taken
-        self.num_passed = 0
-
-    def run(self) -> None:
-        """Until every thread waits."""
-        moves = True
-        while moves:
-            moves = False
-            for i, done in enumerate(self.done):
-                if done < 2 and self.signals[i][done][0] == done:
-                    self.signals[i][done][0] = 1 - done
-                    self.done[i] += 1
-                    moves = True
-            if min(self.done) == 2:
-                self.num_passed += 1
-                self.done = [0] * self.size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_that_wait_for_a_dead_rank_are_let_go(size: int) -> None:
-    """Each time by one barrier at least, whatever the dead ranks have left in the signals."""
-    for rank in range(size):
-        pads = [torch.randint(2, (4 * size,), dtype=torch.int32) for _ in range(size)]
-        pads[rank].view(-1, size)[:, rank] = 0  # that from itself nobody else touches
-        blocks = [BlockAtBarriers(pads, rank, block) for block in range(4)]
-        for times in range(1, 20):
-            for signals, value in signals_to_set(pads, rank):
-                signals.fill_(value)
-            for block in blocks:
-                block.run()
-                assert block.num_passed >= times

@@ -77,7 +77,8 @@ def _decode_attention_kernel(
     item = tl.program_id(0) // KV_HEADS
     seq, part, num_parts, length = work_item(work_ptr, item, KEYS)
     if num_parts == 0:
-        pdl_wait(PDL)  # a kernel's end means to the next ones that those before it have ended
+        if item == 0:  # of nobody: a kernel's end tells the next that those before it have ended
+            pdl_wait(PDL)
     else:
         dtype = qkv_ptr.dtype.element_ty
         first = part * length

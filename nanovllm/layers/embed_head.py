@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.layers.linear import WeightSource, check_shape, linear
 from nanovllm.utils.context import get_context
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.parallel import Summand, TensorParallel
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -32,14 +32,19 @@ class VocabParallelEmbedding(nn.Module):
             self.weight.data[:num_real].copy_(source[self.first_row : end])
         self.weight.data[num_real:].zero_()
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int -> [T, hidden]"""
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Summand:
+        """[T] int -> [T, hidden], or this rank's summand of it"""
         if self.tp.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.first_row
         foreign = (local < 0) | (local >= self.num_rows)
         rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self.tp.all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0))
+        rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
+        summand = self.tp.summand(*rows.shape, rows.dtype, turn=0)
+        if summand is None:
+            return self.tp.all_reduce(rows)
+        summand.x.copy_(rows)
+        return summand
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -158,17 +158,19 @@ def one_row_linear(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, x + residual) for x [1, in] contiguous and weight [out, in]. y [1, out] is the product of
     x, or with a norm's weight of the sum's RMSNorm; with `silu` the weight is [gate; up] and y
-    silu(gate) * up [1, out / 2]. The residual given may be overwritten."""
+    silu(gate) * up [1, out / 2]. The residual given may be overwritten; y is in `out` if given."""
     out_features, in_features = weight.shape
     if norm_weight is not None and in_features > MAX_NORMED:
         x, total = add_rms_norm(x, residual, norm_weight, eps)
-        return one_row_linear(x, weight, silu)[0], total
+        return one_row_linear(x, weight, silu, out=out)[0], total
     width = out_features // 2 if silu else out_features
     tile_out, tile_in, num_warps = one_row_tile(in_features, width, silu)
-    out = torch.empty(1, width, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(1, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     pdl = use_pdl(x)
     _one_row_kernel[(triton.cdiv(width, tile_out),)](
@@ -191,19 +193,23 @@ def one_row_linear(
     return out, total
 
 
-def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """x [T, in] contiguous, weight [out, in] -> x W^T [T, out] in x's dtype; with parts > 1, which
-    several rows may have, the summands [parts, T, out] in float32, for `add_rms_norm`."""
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, parts: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, in] contiguous, weight [out, in] -> x W^T [T, out] in x's dtype, in `out` if given;
+    with parts > 1, which several rows may have, the summands [parts, T, out] in float32, for
+    `add_rms_norm`."""
     num_rows, in_features = x.shape
     assert x.is_contiguous() and (num_rows > 1 or parts == 1)
     if num_rows == 1:
-        return one_row_linear(x, weight)[0]
+        return one_row_linear(x, weight, out=out)[0]
     tile_out, tile_in = 32, 512
     out_features = weight.shape[0]
     per_part = triton.cdiv(triton.cdiv(in_features, parts), tile_in) * tile_in
     parts = triton.cdiv(in_features, per_part)
     shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
-    out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     pdl = use_pdl(x)
     _few_rows_kernel[(triton.cdiv(out_features, tile_out), parts)](
         x,

@@ -6,6 +6,7 @@ from torch import nn
 from nanovllm.layers import kernels
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import MergedColumnParallelLinear, set_replicated_loader
+from nanovllm.utils.parallel import Summand
 
 
 class RMSNorm(nn.Module):
@@ -28,10 +29,15 @@ class RMSNorm(nn.Module):
         return y.to(x.dtype) * self.weight
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None
+        self, x: torch.Tensor | Summand, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); residual None stands for zero, and x may be summands
-        [parts, T, size] (see layers/few_rows.py). The residual given may be overwritten."""
+        [parts, T, size] (see layers/few_rows.py) or one of each rank. The residual given may be
+        overwritten."""
+        if isinstance(x, Summand):
+            from nanovllm.layers.rank_sum import sum_add_rms_norm
+
+            return sum_add_rms_norm(x, residual, self.weight, self.eps)
         if kernels.usable(x):
             from nanovllm.layers.fused_kernels import add_rms_norm
 
@@ -42,14 +48,15 @@ class RMSNorm(nn.Module):
 
     def add_norm_linear(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Summand,
         residual: torch.Tensor | None,
         proj: MergedColumnParallelLinear,
         silu: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(proj(norm(x + residual)), x + residual), for a single row by one kernel; with `silu`
         silu_and_mul of the first. x and residual as in `add_norm`."""
-        if len(x) == 1 and proj.bias is None and kernels.usable(x):
+        is_row = isinstance(x, torch.Tensor) and len(x) == 1
+        if is_row and proj.bias is None and kernels.usable(x):
             from nanovllm.layers.few_rows import one_row_linear, serves
 
             if serves(x, proj.weight):

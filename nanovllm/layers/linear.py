@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers import kernels
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.parallel import Summand, TensorParallel
 
 
 class WeightSource(Protocol):
@@ -45,17 +45,25 @@ def set_replicated_loader(param: nn.Parameter) -> None:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, may_split: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    may_split: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + bias, by the few-row kernel where that is faster. With `may_split` the result may
-    be summands [parts, T, out], which `RMSNorm.add_norm` adds up."""
+    """x W^T + bias, by the few-row kernel where that is faster, in `out` if it is given. With
+    `may_split` the result may be summands [parts, T, out], which `RMSNorm.add_norm` adds up."""
     if bias is None and kernels.usable(x):
         from nanovllm.layers import few_rows
 
         if few_rows.serves(x, weight):
             parts = few_rows.num_parts(len(x), weight) if may_split else 1
-            return few_rows.few_rows_linear(x, weight, parts=parts)
-    return F.linear(x, weight, bias)
+            return few_rows.few_rows_linear(x, weight, parts, out)
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -137,7 +145,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum over ranks of x_r W_r^T: the input is split, the output is whole on every rank."""
+    """y = sum over ranks of x_r W_r^T: the input is split, the output is whole on every rank, or
+    will be where the next norm forms the sum."""
 
     def __init__(
         self,
@@ -146,10 +155,13 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         tp: TensorParallel,
         what: str = "the layer's input width",
+        turn: int = 0,
     ) -> None:
-        """Raises ValueError if `tp.size` does not divide in_features."""
+        """turn: as in `TensorParallel.summand`. Raises ValueError if `tp.size` does not divide
+        in_features."""
         super().__init__()
         self.tp = tp
+        self.turn = turn
         local = tp.divide(in_features, what)
         first = tp.rank * local
         self.weight = nn.Parameter(torch.empty(out_features, local), requires_grad=False)
@@ -164,10 +176,14 @@ class RowParallelLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
             set_replicated_loader(self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | Summand:
         # The sum over ranks would count the bias `size` times: only rank 0 adds it.
         bias = self.bias if self.tp.rank == 0 else None
         # [T, in / size] -> [T, out]
         if self.tp.size == 1:
             return linear(x, self.weight, bias, may_split=True)
+        summand = self.tp.summand(len(x), len(self.weight), x.dtype, self.turn)
+        if summand is not None:
+            linear(x, self.weight, bias, out=summand.x)
+            return summand
         return self.tp.all_reduce(linear(x, self.weight, bias))

@@ -23,11 +23,12 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 from nanovllm.utils.hf import ModelConfig
-from nanovllm.utils.parallel import TensorParallel
+from nanovllm.utils.parallel import Summand, TensorParallel
 
 # Hidden states [T, hidden], and the residual [T, hidden] that they are still to be added to. Layers
-# hand on both, so that the next norm can do the addition, and a product do both.
-Stream: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+# hand on both, so that the next norm can do the addition, and a product do both. Of a Summand it
+# also forms the sum over the ranks.
+Stream: TypeAlias = tuple[torch.Tensor | Summand, torch.Tensor | None]
 
 
 class Shared(NamedTuple):
@@ -60,6 +61,7 @@ class Qwen3Attention(nn.Module):
             config.hidden_size,
             config.attention_bias,
             tp,
+            turn=1,  # after the embedding's and the MLP's before
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -109,7 +111,7 @@ class Qwen3MLP(nn.Module):
             config.hidden_size, {"gate": width, "up": width}, False, tp, "intermediate_size"
         )
         self.down_proj = RowParallelLinear(
-            width, config.hidden_size, False, tp, "intermediate_size"
+            width, config.hidden_size, False, tp, "intermediate_size", turn=2
         )
 
     def forward(self, norm: RMSNorm, stream: Stream) -> Stream:

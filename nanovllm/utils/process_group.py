@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from nanovllm.utils.symmetric_memory import SymmetricAllReduce
+    from nanovllm.utils.parallel import Summand
+    from nanovllm.utils.symmetric_memory import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ProcessGroup:
         """Returns when all ranks have come. Raises RuntimeError if the store goes away. From here
         on a lost peer can be answered by `abort`; to be of use it needs `connect`."""
         self.rank, self.size, self.device = rank, size, device
-        self.symmetric: SymmetricAllReduce | None = None
+        self.symmetric: SymmetricMemory | None = None
         self._starting = threading.Lock()  # held while an exchange is given to torch
         self._is_aborted = False
         if device.type == "cuda":
@@ -98,24 +99,25 @@ class ProcessGroup:
         name = store.get("name").decode()
         with _environment(GPU_ENVIRONMENT):
             self.least(0)
-            self.symmetric = self._symmetric_all_reduce(store, name)
+            self.symmetric = self._symmetric_memory(store, name)
 
-    def _symmetric_all_reduce(self, store: dist.Store, name: str) -> SymmetricAllReduce | None:
+    def _symmetric_memory(self, store: dist.Store, name: str) -> SymmetricMemory | None:
         """If all ranks can have it."""
         try:
-            from nanovllm.utils.symmetric_memory import SymmetricAllReduce
+            from nanovllm.utils.symmetric_memory import SymmetricMemory
 
-            symmetric = SymmetricAllReduce(store, name, self.rank, self.size, self.device)
+            symmetric = SymmetricMemory(store, name, self.rank, self.size, self.device)
         except Exception as error:  # no peer access, another torch: whatever it is, NCCL serves
             logger.info("symmetric memory cannot be used, so NCCL sums all: %s", error)
             symmetric = None
         return symmetric if self.least(symmetric is not None) else None
 
+    def summand(self, rows: int, size: int, dtype: torch.dtype, turn: int) -> Summand | None:
+        """As SymmetricMemory.summand; None where that memory is not."""
+        return self.symmetric and self.symmetric.summand(rows, size, dtype, turn)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, on each; `x` is overwritten."""
-        if self.symmetric is not None and self.symmetric.serves(x):
-            with self._start():
-                return self.symmetric.all_reduce(x)
         self._exchange(self.backend.allreduce, [x], _limitless(dist.AllreduceOptions()))
         return x
 
