@@ -75,7 +75,7 @@ def test_logits_as_on_one_gpu(
     budget: int,
     tolerance_and_reference: tuple[float, list[torch.Tensor]],
 ) -> None:
-    """Whole prompts, and chunks of 256."""
+    """Whole prompts, whose sums are NCCL's, and chunks of 256, summed in symmetric memory."""
     tolerance, exact = tolerance_and_reference
     with start(folder, enforce_eager=True, max_num_batched_tokens=budget) as llm:
         assert relative_l2(run_forced(llm, paths).logits, exact) <= tolerance
@@ -115,15 +115,15 @@ def test_symmetric_memory_is_used_where_it_is_there(folder: Path) -> None:
         with start(folder) as llm:
             symmetric = llm.model_runner.tp.group.symmetric
             assert symmetric is not None, "NCCL serves all; the log at INFO says why"
-            assert symmetric.handle.multicast_ptr == 0, "NVLink multicast must stay off"
+            assert symmetric._handle.multicast_ptr == 0, "NVLink multicast must stay off"
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"], ids=["symmetric memory", "NCCL"])
-def test_a_rank_is_killed(folder: Path, enforce_eager: bool, dtype: str) -> None:
-    """While rank 0's GPU waits for it in a sum, within 10 seconds; then a new engine, in the same
-    process, finds the memory free and gives the same tokens. (Symmetric memory has no float16.)"""
-    settings = {"enforce_eager": enforce_eager, "dtype": dtype, "num_kvcache_blocks": None}
+def test_a_rank_is_killed(folder: Path, enforce_eager: bool) -> None:
+    """While rank 0's GPU waits for it in a sum, of NCCL in the prefill of 1,045 positions, in
+    symmetric memory in decode, within 10 seconds; then a new engine, in the same process, finds the
+    memory free and gives the same tokens."""
+    settings = {"enforce_eager": enforce_eager, "dtype": "float32", "num_kvcache_blocks": None}
     settings["gpu_memory_utilization"] = 0.6  # two at once would not fit
     llm = start(folder, **settings)
     expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
