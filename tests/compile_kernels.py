@@ -110,7 +110,7 @@ def compile_long_rows() -> None:
 def compile_rank_sum(size: int) -> None:
     """A sum of four ranks, and the norm after it."""
     weight = torch.empty(size, dtype=torch.bfloat16, device=META)
-    memory = SimpleNamespace(addresses=zeros(4).long(), epochs=zeros(512), rank=1, size=4)
+    memory = SimpleNamespace(addresses=zeros(5).long(), epochs=zeros(512), rank=1, size=4)
     summand = Summand(torch.empty(3, size, dtype=weight.dtype, device=META), 1 << 13, memory)
     for residual in (None, summand.x):
         sum_add_rms_norm(summand, residual, weight, 1e-6)

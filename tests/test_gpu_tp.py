@@ -115,7 +115,7 @@ def test_symmetric_memory_is_used_where_it_is_there(folder: Path) -> None:
         with start(folder) as llm:
             symmetric = llm.model_runner.tp.group.symmetric
             assert symmetric is not None, "NCCL serves all; the log at INFO says why"
-            assert symmetric._handle.multicast_ptr == 0, "NVLink multicast must stay off"
+            assert symmetric.handle.multicast_ptr == 0, "NVLink multicast must stay off"
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -13,7 +13,7 @@ from numerics import assert_close
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.parallel import Summand
 
-pytest.importorskip("nanovllm.layers.rank_sum", reason="triton is not installed")
+rank_sum = pytest.importorskip("nanovllm.layers.rank_sum", reason="triton is not installed")
 
 EPS = 1e-6
 SIGNALS, TURN = 1 << 12, 1 << 14  # bytes
@@ -37,8 +37,9 @@ def run_rank(rank: int, size: int, folder: str) -> None:
         torch.from_file(f"{folder}/{i}", shared=True, size=SIGNALS + 3 * TURN, dtype=torch.uint8)
         for i in range(size)
     ]
+    is_lost = torch.zeros(1, dtype=torch.int32)
     memory = SimpleNamespace(
-        addresses=torch.tensor([part.data_ptr() for part in parts]),
+        addresses=torch.tensor([part.data_ptr() for part in (*parts, is_lost)]),
         # A while from where numbers wrap around to where they have.
         epochs=torch.full((4,), (1 << 31) - 4, dtype=torch.int32),
         rank=rank,
@@ -91,3 +92,18 @@ def test_sums_over_processes(size: int, tmp_path: Path) -> None:
             assert_close(out, exact, "product")
             assert torch.equal(out, results[0][2 * number])
             assert torch.equal(rounded, results[0][2 * number + 1])
+
+
+def test_a_sum_ends_when_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the other rank's signal does not come: with garbage, and without a hang."""
+    monkeypatch.setattr(rank_sum, "SPINS", 4)
+    part = torch.zeros(SIGNALS + TURN, dtype=torch.uint8)
+    is_lost = torch.ones(1, dtype=torch.int32)
+    addresses = torch.tensor([x.data_ptr() for x in (part, part, is_lost)])
+    memory = SimpleNamespace(
+        addresses=addresses, epochs=torch.zeros(4, dtype=torch.int32), rank=0, size=2
+    )
+    x = part[SIGNALS : SIGNALS + 6 * SIZE].view(torch.float16).view(3, SIZE)
+    summand, weight = Summand(x, SIGNALS, memory), torch.ones(SIZE, dtype=torch.float16)
+    out, _ = rank_sum.sum_add_rms_norm(summand, None, weight, EPS)
+    assert out.shape == (3, SIZE)

@@ -9,6 +9,8 @@ import triton.language as tl
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.parallel import Summand
 
+SPINS = 2048  # looks at a signal between two at whether a rank is lost: a millisecond
+
 
 @triton.jit
 def _address(addresses_ptr, rank, offset, dtype: tl.constexpr):
@@ -31,6 +33,7 @@ def _sum_add_rms_norm_kernel(
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row. It waits for those of the same row on the other ranks, which is safe:
@@ -52,11 +55,16 @@ def _sum_add_rms_norm_kernel(
     else:
         total = tl.zeros((BLOCK,), tl.float32)
     signals = _address(addresses_ptr, RANK, 0, tl.int32) + row * RANKS
+    is_lost_ptr = _address(addresses_ptr, RANKS, 0, tl.int32)
     for i in tl.static_range(RANKS):
         if i != RANK:
-            # By the difference, which is right when numbers wrap around.
-            while tl.atomic_add(signals + i, 0, sem="acquire", scope="sys") - epoch < 0:
-                pass
+            spins, waits = 0, True
+            while waits:
+                come = tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
+                waits = come - epoch < 0  # the difference: numbers wrap around
+                spins += 1
+                if spins % SPINS == 0:  # seldom: it is the host's memory
+                    waits = waits and tl.load(is_lost_ptr, volatile=True) == 0
     tl.debug_barrier()  # what one thread has seen, all have
     x = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(RANKS):  # in this order on every rank: they must not drift apart
@@ -96,6 +104,7 @@ def sum_add_rms_norm(
         SIZE=size,
         HAS_RESIDUAL=has_residual,
         BLOCK=triton.next_power_of_2(size),
+        SPINS=SPINS,
         PDL=pdl,
         num_warps=4 if size <= 2048 else 8,
         **({"launch_pdl": True} if pdl else {}),

@@ -161,8 +161,6 @@ class ProcessGroup:
     def close(self) -> None:
         """End this rank's part, when no exchange is running; for a second time too. The peers may
         be gone already."""
-        if self.symmetric is not None:
-            self.symmetric.close()
         if self.device.type == "cuda" and self.backend is not None and not self._is_aborted:
             self.backend.abort()  # unlike a shutdown it waits for nobody
         self.symmetric = self.backend = None

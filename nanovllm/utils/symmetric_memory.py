@@ -13,8 +13,6 @@ from nanovllm.utils.parallel import Summand
 MAX_ROWS = 512
 MAX_BYTES = 8 << 20  # of one sum: 512 rows of 8,192 in bfloat16; NCCL is as good from there on
 NUM_TURNS = 3
-FAR = 1 << 30  # more sums than an engine has in ten hours of decoding
-RELEASES, PAUSE_CYCLES = 40, 80_000_000  # of `release`: how often, after pauses of about 50 ms
 
 
 class OwnNumbers(dist.Store):
@@ -69,18 +67,16 @@ class SymmetricMemory:
         self._signal_bytes = MAX_ROWS * size * 4
         shape = (self._signal_bytes + NUM_TURNS * MAX_BYTES,)
         self._memory = _SymmetricMemory.empty_strided_p2p(shape, (1,), torch.uint8, device)
-        self._handle = _SymmetricMemory.rendezvous(self._memory, name)
-        parts = [self._handle.get_buffer(i, shape, torch.uint8) for i in range(size)]
-        # Where each rank's memory begins, for kernels.
-        self.addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
+        self._memory[: self._signal_bytes].zero_()
+        self.handle = _SymmetricMemory.rendezvous(self._memory, name)
+        parts = [self.handle.get_buffer(i, shape, torch.uint8) for i in range(size)]
+        # Whether a rank is lost. On the host, in memory that GPUs read too: when the GPU waits for
+        # a rank, no call that gives it work can be relied on to return.
+        self._is_lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # For kernels: where each rank's memory begins, then where that is.
+        where = [part.data_ptr() for part in (*parts, self._is_lost)]
+        self.addresses = torch.tensor(where, device=device)
         self.epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
-        signals = self._memory[: self._signal_bytes].view(torch.int32)
-        self._signals = signals.view(MAX_ROWS, size)
-        # Of high priority: streams of the same one may share a queue, and this must overtake.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._release_once()  # loads the kernel: the GPU may be waiting when it is needed
-        torch.cuda.synchronize(device)
-        self._signals.zero_()
 
     def summand(self, rows: int, size: int, dtype: torch.dtype, turn: int) -> Summand | None:
         """Memory for x [rows, size], to be summed over the ranks; None if that is too much. Sums
@@ -93,20 +89,6 @@ class SymmetricMemory:
         return Summand(x, offset, self)
 
     def release(self) -> None:
-        """A rank is dead: let this sum and all that follow go on without waiting, with garbage;
-        from any thread. The memory of a dead process stays while it is mapped here.
-
-        Again and again, as kernels of the dead may still write their signals; all queued at once,
-        as NCCL's abort, which follows, keeps every thread from launching anything meanwhile."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            for _ in range(RELEASES):
-                self._release_once()
-                torch.cuda._sleep(PAUSE_CYCLES)
-
-    def _release_once(self) -> None:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            torch.add(self.epochs.unsqueeze(1), FAR, out=self._signals)
-
-    def close(self) -> None:
-        """Wait for what `release` writes to the memory, which goes now."""
-        self._stream.synchronize()
+        """A rank is lost: let this sum and all that follow go on, with garbage; from any thread.
+        The memory of a dead process stays while it is mapped here."""
+        self._is_lost.fill_(1)
