@@ -20,8 +20,9 @@ SCHEDULING_HALF = {
     "nanovllm.engine.scheduler",
     "nanovllm.utils.checks",
 }
-# The modules with Triton kernels, which need triton to import.
+# The modules with Triton kernels, and what compiles them, which need triton to import.
 KERNELS = {
+    "compile_ahead",
     "decode_attention",
     "decode_kernels",
     "few_rows",

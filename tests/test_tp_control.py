@@ -12,7 +12,6 @@ from scheduling import FakeModel, add_request, make_scheduler
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine import decode_graphs
 from nanovllm.engine.control import StepReader, StepWriter
 from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.engine.inputs import decode_inputs, prefill_inputs
@@ -185,13 +184,12 @@ class OtherRank(nn.Module):
         x.copy_(torch.arange(5, 5 + len(x)))
 
 
-def test_decode_graphs_of_a_rank_above_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_graphs_of_a_rank_above_0() -> None:
     """What a graph of theirs holds: the ids that rank 0 sampled become the next input, and every
     context but those of padding rows grows by one."""
-    monkeypatch.setattr(decode_graphs, "capture", lambda *_: {})
     sampled = torch.zeros(4, dtype=torch.int32)
     config = Config(model=".", max_num_seqs=4, max_model_len=8, kvcache_block_size=4)
-    graphs = DecodeGraphs(OtherRank(), config, sampled)
+    graphs = DecodeGraphs(OtherRank(), config, sampled, record=lambda *_: {})
     graphs.state["context_lens"].copy_(torch.tensor([3, 8, 1, 0]))
     graphs._step(4)
     assert sampled.tolist() == graphs.state["input_ids"].tolist() == [5, 6, 7, 8]

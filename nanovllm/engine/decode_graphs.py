@@ -46,6 +46,13 @@ def capture(
     return graphs
 
 
+def rehearse(step: Callable[[int], None], sizes: list[int], pool: None = None) -> dict:
+    """In place of `capture`: run what it would record, in the same order, and record nothing."""
+    for size in reversed(sizes):
+        step(size)
+    return {}
+
+
 class DecodeGraphs:
     """The batch state and one graph per bucket, all in one memory pool.
 
@@ -53,9 +60,15 @@ class DecodeGraphs:
     stored) and context length 0 (nothing is read).
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, config: Config, sampled: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        config: Config,
+        sampled: torch.Tensor,
+        record: Callable[..., dict[int, torch.cuda.CUDAGraph]] = capture,
+    ) -> None:
         """sampled: int32 [max_num_seqs], into which every step, also one without a graph, writes
-        the ids that it sampled. Captures all graphs."""
+        the ids that it sampled. Captures all graphs; with `record=rehearse`, none."""
         self.model = model
         self.block_size = config.kvcache_block_size
         self.sampled = sampled
@@ -78,7 +91,7 @@ class DecodeGraphs:
         self._rows: list[tuple[int, int, list[int], int]] = []
         # The hidden states of the step launched last, for whoever samples in another way.
         self.hidden: torch.Tensor | None = None
-        self.graphs = capture(self._step, self.sizes)
+        self.graphs = record(self._step, self.sizes)
 
     def _step(self, size: int) -> None:
         """What a graph holds: from the state to the sampled ids and the next state."""
@@ -116,9 +129,9 @@ class DecodeGraphs:
     def fits(self, batch_size: int) -> bool:
         return batch_size <= self.sizes[-1]
 
-    def pool(self) -> tuple[int, int]:
-        """The memory pool of the graphs, for torch.cuda.graph."""
-        return self.graphs[self.sizes[-1]].pool()
+    def pool(self) -> tuple[int, int] | None:
+        """The memory pool of the graphs, for torch.cuda.graph; None without graphs."""
+        return self.graphs[self.sizes[-1]].pool() if self.graphs else None
 
     def launch(self, seqs: list[Sequence], rows_before: dict[int, int]) -> torch.Tensor:
         """Start a decode step of `seqs`, at most the largest bucket. Their sampled ids come in

@@ -2,13 +2,14 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.decode_graphs import DecodeGraphs
+from nanovllm.engine.decode_graphs import DecodeGraphs, capture, rehearse
 from nanovllm.engine.inputs import (
     StepInputs,
     decode_inputs,
@@ -48,8 +49,8 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Start-up, in this order: device, model, weights, warm-up at the largest prefill shape, KV
-    pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
+    """Start-up, in this order: device, model, weights, kernels, warm-up at the largest prefill
+    shape, KV pool, CUDA graphs. `num_kvcache_blocks` is then the size of the pool.
 
     A step is launched and collected; `run` does both.
     """
@@ -89,12 +90,17 @@ class ModelRunner:
         load_weights(self.model, config.model)
         # The ids that the step launched last has sampled, by row.
         self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
+        has_graphs = kernels.usable(self.sampled) and not config.enforce_eager
+        # Plain torch attention reads lengths on the host: no graph of a prefill can hold it.
+        with_prefill = attention is not torch_attention
         if self.device.type == "cuda":
+            if kernels.usable(self.sampled):
+                self._compile_ahead(has_graphs, with_prefill)
             self._warm_up()
         self.num_kvcache_blocks = self._num_blocks()
         self.kv_cache = allocate_kv_cache(self.model, self.num_kvcache_blocks, self.block_size)
-        if kernels.usable(self.sampled) and not config.enforce_eager:
-            self._capture_graphs(with_prefill=attention is not torch_attention)
+        if has_graphs:
+            self._capture_graphs(with_prefill)
         if tp.rank == 0:
             logger.info(
                 f"{attention.__name__}, {self.dtype} on {self.device}, CUDA graphs "
@@ -202,6 +208,30 @@ class ModelRunner:
         return results
 
     @torch.inference_mode()
+    def _compile_ahead(self, has_graphs: bool, with_prefill: bool) -> None:
+        """Compile all kernels of warm-up and graphs, by going through both in two layers (the rest
+        are like the second), with a pool of one block. Leaves everything as it was."""
+        from nanovllm.layers.compile_ahead import compile_ahead
+
+        def start() -> None:
+            self._warm_up()
+            if has_graphs:
+                allocate_kv_cache(self.model, 1, self.block_size)
+                self._capture_graphs(with_prefill, rehearse)
+
+        layers = self.model.model.layers
+        no_pool = layers[0].self_attn.attn.k_cache
+        self.model.model.layers = layers[:2]
+        try:
+            compile_ahead(start)
+        finally:
+            self.model.model.layers = layers
+        for layer in layers[:2]:
+            layer.self_attn.attn.k_cache = layer.self_attn.attn.v_cache = no_pool
+        self.graphs = self.prefill_graphs = None
+        self.sampled.zero_()
+
+    @torch.inference_mode()
     def _warm_up(self) -> None:
         """Reach the peak of memory: the largest prefill, then the largest batch of logits."""
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -225,12 +255,11 @@ class ModelRunner:
         return num_blocks
 
     @torch.inference_mode()
-    def _capture_graphs(self, with_prefill: bool) -> None:
-        """with_prefill: False for plain torch attention, which reads lengths on the host."""
-        self.graphs = DecodeGraphs(self.model, self.config, self.sampled)
+    def _capture_graphs(self, with_prefill: bool, record: Callable[..., dict] = capture) -> None:
+        self.graphs = DecodeGraphs(self.model, self.config, self.sampled, record)
         if with_prefill:
             self.prefill_graphs = PrefillGraphs(
-                self.model, self.config, self.sampled, self.graphs.pool()
+                self.model, self.config, self.sampled, self.graphs.pool(), record
             )
 
     def exit(self) -> None:

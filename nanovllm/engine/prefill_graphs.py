@@ -5,6 +5,7 @@ kernel by kernel. One that takes the GPU longer would only lose by being rounded
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 
@@ -41,10 +42,11 @@ class PrefillGraphs:
         model: Qwen3ForCausalLM,
         config: Config,
         sampled: torch.Tensor,
-        pool: tuple[int, int],
+        pool: tuple[int, int] | None,
+        record: Callable[..., dict[int, torch.cuda.CUDAGraph]] = capture,
     ) -> None:
-        """sampled: int32 [max_num_seqs], as in DecodeGraphs, whose memory `pool` is shared.
-        Captures all graphs."""
+        """sampled: int32 [max_num_seqs], as in DecodeGraphs, whose memory `pool` is shared, and
+        whose `record` this is."""
         self.model = model
         self.sampled = sampled
         self.max_seqs = min(MAX_SEQS, config.max_num_seqs)
@@ -65,7 +67,7 @@ class PrefillGraphs:
         )
         self.inputs["slot_mapping"].fill_(-1)  # what is captured must store nothing
         self.hidden: torch.Tensor | None = None
-        self.graphs = capture(self._step, self.sizes, pool)
+        self.graphs = record(self._step, self.sizes, pool)
 
     def _step(self, size: int) -> None:
         """What a graph holds: from the inputs to the sampled ids."""
