@@ -90,32 +90,34 @@ def test_preemption_on_the_fast_path(
 def test_half_precision_takes_the_few_row_products(
     build: Build, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float16, whose products are done by the kernels for few rows. Of several: plain and split
-    (the widest); of one: plain, with the norm inside, with norm and SiLU. The same greedy tokens,
-    and log-probabilities within its rounding."""
+    """Float16, whose products the kernels for few rows do. Of several: plain, with SiLU and
+    split; of one: plain, with the norm inside, with norm and SiLU. The same greedy tokens, and
+    log-probabilities within its rounding."""
     from nanovllm.layers import few_rows
 
     kinds: set[str] = set()
     few, one = few_rows.few_rows_linear, few_rows.one_row_linear
 
-    def noted_few(x: torch.Tensor, *args: Any, **parts: int) -> torch.Tensor:
-        out = few(x, *args, **parts)
-        kinds.update([] if len(x) == 1 else ["split" if out.dim() == 3 else "several"])
+    def noted_few(x: torch.Tensor, *args: Any, silu: bool = False) -> torch.Tensor:
+        out = few(x, *args, silu=silu)
+        kind = "several, silu" if silu else "split" if out.dim() == 3 else "several"
+        kinds.update([] if len(x) == 1 else [kind])
         return out
 
-    def noted_one(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        kinds.add("one" if len(args) == 2 else "norm, silu" if args[2] else "norm")
-        return one(*args)
+    def noted_one(*args: Any, **out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        kinds.add("one" if len(args) <= 3 else "norm, silu" if args[2] else "norm")
+        return one(*args, **out)
 
     monkeypatch.setattr(few_rows, "few_rows_linear", noted_few)
     monkeypatch.setattr(few_rows, "one_row_linear", noted_one)
-    monkeypatch.setattr(few_rows, "num_parts", lambda rows, weight: 2 if rows > 1 else 1)
+    tile = few_rows.Tile(16, 32, 32, 2)  # so that the tiny model's inputs are several
+    monkeypatch.setattr(few_rows, "few_rows_tile", lambda *_: tile)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
     (exact,) = reference(folder, PROMPTS[:1], params, monkeypatch)
     assert not kinds
     llm = build(dtype="float16", enforce_eager=True)
     (fast,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    assert kinds == {"several", "split", "one", "norm", "norm, silu"}
+    assert kinds == {"several", "several, silu", "split", "one", "norm", "norm, silu"}
     assert fast["token_ids"] == exact["token_ids"]
     for ours, theirs in zip(fast["logprobs"], exact["logprobs"], strict=True):
         shared = ours.keys() & theirs.keys()

@@ -32,7 +32,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.double() @ weight.double().T
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 100])
 @pytest.mark.parametrize(
     "shape", [(48, 96), (200, 512), (33, 1100), (2100, 700), (5, 4500)], ids=str
 )
@@ -43,6 +43,9 @@ def test_product(shape: tuple[int, int], rows: int, device: torch.device) -> Non
     out = few_rows.few_rows_linear(x, weight)
     assert out.dtype == HALF
     assert_close(out, exact(x, weight), "product")
+    given = torch.empty_like(out)
+    assert few_rows.few_rows_linear(x, weight, out=given) is given
+    assert torch.equal(given, out)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
@@ -55,21 +58,40 @@ def test_product_in_each_dtype(rows: int, dtype: torch.dtype, device: torch.devi
 @pytest.mark.parametrize("rows", [3, 17])
 @pytest.mark.parametrize(
     ("shape", "parts", "made"),
-    [((48, 1100), 2, 2), ((48, 1100), 3, 3), ((40, 2100), 3, 3), ((40, 1024), 8, 2)],
+    [((48, 1100), 2, 2), ((48, 1100), 3, 3), ((40, 2100), 3, 3), ((40, 256), 8, 2)],
     ids=str,
 )
 def test_parts_add_up(
-    shape: tuple[int, int], parts: int, made: int, rows: int, device: torch.device
+    shape: tuple[int, int],
+    parts: int,
+    made: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
 ) -> None:
-    """Each a multiple of 512 inputs, so that there may be fewer than asked for; in float32, as
-    their sum was not rounded yet."""
+    """Each a multiple of a tile's inputs, so that there may be fewer than asked for. The sum of
+    what was rounded is as near as if it had been rounded itself."""
+    monkeypatch.setattr(few_rows, "few_rows_tile", lambda *_: few_rows.Tile(16, 32, 128, 2))
     x, weight = operands(rows, shape, HALF, device)
     out = few_rows.few_rows_linear(x, weight, parts=parts)
-    assert out.shape == (made, rows, shape[0]) and out.dtype == F32
-    assert_close(out.sum(0), exact(x, weight), "product")
-    per_part = -(-shape[1] // parts // 512) * 512 if made == parts else 512
+    assert out.shape == (made, rows, shape[0]) and out.dtype == HALF
+    assert_close(out.double().sum(0).to(HALF), exact(x, weight), "product")
+    per_part = -(-shape[1] // parts // 128) * 128
     first = exact(x[:, :per_part], weight[:, :per_part])
     assert_close(out[0], first, "product")
+
+
+@pytest.mark.parametrize("rows", [2, 17, 64])
+@pytest.mark.parametrize("shape", [(2 * 48, 96), (2 * 50, 600), (2 * 40, 512)], ids=str)
+def test_silu_times_up_of_several_rows(
+    shape: tuple[int, int], rows: int, device: torch.device
+) -> None:
+    """A width that is no multiple of a tile must not mix gate and up; inputs that are whole tiles,
+    of which the first is held, and others."""
+    x, weight = operands(rows, shape, HALF, device)
+    out = few_rows.few_rows_linear(x, weight, silu=True)
+    assert out.shape == (rows, shape[0] // 2) and out.dtype == HALF
+    assert_close(out, gated(exact(x, weight), HALF), "product")
 
 
 # --- one row: what stands before and after its product --------------------------------------------
@@ -176,30 +198,36 @@ def test_a_row_that_is_normalized_is_one_tile(size: int, silu: bool) -> None:
 
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """In half precision: one row always, up to MAX_ROWS where the output is narrow."""
-    most = few_rows.MAX_ROWS
-    narrow, wide = (torch.zeros(few_rows.NARROW + i, 8, device=device) for i in (0, 1))
+    """In half precision: one row always; up to MAX_ROWS unless the weight is large; up to
+    MAX_SPLIT_ROWS where the output is narrow and the sums may be split."""
+    most, most_split = few_rows.MAX_ROWS, few_rows.MAX_SPLIT_ROWS
+    narrow, wide = (torch.empty(few_rows.NARROW + i, 8, device="meta") for i in (0, 1))
+    large = torch.empty(few_rows.MAX_WEIGHTS // 8 + 1, 8, device="meta")
 
-    def serves(rows: int, weight: torch.Tensor, dtype: torch.dtype = BF16) -> bool:
-        return few_rows.serves(torch.zeros(rows, 8, dtype=dtype, device=device), weight)
+    def serves(
+        rows: int, weight: torch.Tensor, may_split: bool = False, dtype: torch.dtype = BF16
+    ) -> bool:
+        x = torch.zeros(rows, 8, dtype=dtype, device=device)
+        return few_rows.serves(x, weight, may_split)
 
     assert serves(1, narrow) == ON_GPU, "on a CPU the plain product is right"
     monkeypatch.setattr(kernels, "usable", lambda x: True)
-    assert serves(1, narrow) and serves(1, wide) and serves(1, wide, F16)
-    assert serves(most, narrow) and not serves(most + 1, narrow) and not serves(2, wide)
-    assert not serves(1, narrow, F32)
+    assert serves(1, large) and serves(1, large, dtype=F16) and not serves(2, large)
+    for weight in (narrow, wide):
+        assert serves(most, weight) and not serves(most + 1, weight)
+    assert serves(most_split, narrow, True) and not serves(most_split + 1, narrow, True)
+    assert serves(most, wide, True) and not serves(most + 1, wide, True)
+    assert not serves(1, narrow, dtype=F32)
 
 
-def test_parts_are_of_512_inputs_at_least() -> None:
-    """Several for Qwen3-0.6B's o and down projections; one for a weight that has enough outputs by
-    itself, and for a tiny one. One row is never split: all programs of the next norm read it."""
-    shapes = [(1024, 2048), (1024, 3072), (64, 513), (8192, 1024), (64, 64), (100_000, 4096)]
-    weights = [torch.empty(shape, device="meta") for shape in shapes]
-    assert {few_rows.num_parts(1, weight) for weight in weights} == {1}
-    parts = [few_rows.num_parts(2, weight) for weight in weights]
-    for count, (_, in_features) in zip(parts, shapes, strict=True):
-        assert 1 <= count <= -(-in_features // 512)
-    assert min(parts[:3]) > 1 and parts[3:] == [1, 1, 1]
+def test_who_is_split() -> None:
+    """Qwen3-0.6B's o and down projections; not a weight that has enough outputs by itself, and
+    never one row: all programs of the next norm read it."""
+    o, down, qkv = (
+        torch.empty(shape, device="meta") for shape in [(1024, 2048), (1024, 3072), (4096, 1024)]
+    )
+    assert {few_rows.num_parts(1, weight) for weight in (o, down, qkv)} == {1}
+    assert [few_rows.num_parts(2, weight) for weight in (o, down, qkv)] == [4, 4, 1]
 
 
 def test_a_split_product_and_the_norm_after_it(
@@ -216,7 +244,7 @@ def test_a_split_product_and_the_norm_after_it(
     total = exact(x, proj.weight) + residual.double()
     monkeypatch.setattr(kernels, "usable", lambda x: True)
     summands = proj(x)
-    assert summands.shape == (3, 3, 64)
+    assert summands.shape[1:] == (3, 64) and len(summands) > 1
     out, new = norm.add_norm(summands, residual)
     assert_close(new, total, "product")
     monkeypatch.setattr(kernels, "usable", lambda x: False)

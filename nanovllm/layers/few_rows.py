@@ -12,6 +12,8 @@ rows of o 5.7 -> 3.1, down 7.0 -> 3.6, 64 rows 5.7 -> 4.7 and 7.5 -> 5.3; but 16
 5.6 and gate_up 5.7 -> 7.3.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +22,9 @@ from nanovllm.layers import kernels
 from nanovllm.layers.fused_kernels import add_rms_norm
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 
-MAX_ROWS = 64
-NARROW = 2048  # outputs up to which more than one row is worth it: cuBLAS fills the GPU from there
+MAX_ROWS, MAX_SPLIT_ROWS = 64, 256
+MAX_WEIGHTS = 8 << 20  # of larger ones cuBLAS's tiles are enough to fill the GPU
+NARROW, PARTS = 2048, 4  # outputs up to which several rows' sums are split, and into what
 # Inputs up to which one row is normalized where it is multiplied: every program reads all of row,
 # residual and norm weight, and the more inputs, the fewer outputs its registers have room for. With
 # 4096 a layer of Qwen3-8B, without attention, takes 107 us on an H200, with its norms apart 98.
@@ -89,56 +92,110 @@ def _one_row_kernel(
     tl.store(out_ptr + col, out.to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
     num_rows,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    PER_PART: tl.constexpr,
-    ROWS: tl.constexpr,
+    in_features,
+    width,
+    per_part,
+    SILU: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HELD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of outputs, part of the inputs): out[part] = x[:, part] W[tile, part]^T, by
-    tensor cores."""
-    col = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
-    part = tl.program_id(1)
-    end = tl.minimum((part + 1) * PER_PART, IN)
-    row_at = weight_ptr + col[:, None].to(tl.int64) * IN
-    row = tl.arange(0, ROWS)
-    acc = tl.zeros((TILE_OUT, ROWS), tl.float32)
-    for i in tl.static_range(0, PER_PART, TILE_IN):
-        k = part * PER_PART + i + tl.arange(0, TILE_IN)
-        w_mask = (col < OUT)[:, None] & (k < end)[None, :]
-        w = tl.load(row_at + k[None, :], mask=w_mask, other=0.0)
-        if i == 0:
-            pdl_launch(PDL)
-            pdl_wait(PDL)
-        x_mask = (k < end)[:, None] & (row < num_rows)[None, :]
-        x = tl.load(x_ptr + row[None, :] * IN + k[:, None], mask=x_mask, other=0.0)
+    """Program (tile of rows, tile of outputs, part of the inputs): out[part] = x[:, part]
+    W[:, part]^T, by tensor cores. `width` outputs, and with SILU as many of `up` behind them, as
+    in _one_row_kernel. WHOLE: tiles divide the inputs."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    col = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+    part = tl.program_id(2)
+    first = part * per_part
+    end = tl.minimum(first + per_part, in_features)
+    k = first + tl.arange(0, TILE_IN)
+    # Instead of rows and outputs that are not there the last one is read again.
+    w_at = tl.minimum(col, width - 1)[:, None].to(tl.int64) * in_features + k[None, :]
+    w_ptr = weight_ptr + w_at
+    w2_ptr = w_ptr + width * in_features
+    x_ptr += tl.minimum(row, num_rows - 1)[None, :] * in_features + k[:, None]
+    acc = tl.zeros((TILE_OUT, TILE_ROWS), tl.float32)
+    up = tl.zeros((TILE_OUT, TILE_ROWS), tl.float32)
+    if HELD:
+        w = tl.load(w_ptr)
+        if SILU:
+            w2 = tl.load(w2_ptr)
+    pdl_launch(PDL)
+    pdl_wait(PDL)
+    start = 0
+    if HELD:
+        x = tl.load(x_ptr)
         acc = tl.dot(w, x, acc, input_precision="ieee")
-    to = out_ptr + part * num_rows * OUT + row[None, :] * OUT + col[:, None]
-    mask = (col < OUT)[:, None] & (row < num_rows)[None, :]
+        if SILU:
+            up = tl.dot(w2, x, up, input_precision="ieee")
+        start = TILE_IN
+    for i in tl.range(start, end - first, TILE_IN, num_stages=STAGES):
+        if WHOLE:
+            x = tl.load(x_ptr + i)
+            w = tl.load(w_ptr + i)
+        else:
+            there = k + i < end
+            x = tl.load(x_ptr + i, mask=there[:, None], other=0.0)
+            w = tl.load(w_ptr + i, mask=there[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if SILU:
+            if WHOLE:
+                w2 = tl.load(w2_ptr + i)
+            else:
+                w2 = tl.load(w2_ptr + i, mask=there[None, :], other=0.0)
+            up = tl.dot(w2, x, up, input_precision="ieee")
+    if SILU:
+        gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc = gate / (1 + tl.exp(-gate)) * up
+    to = out_ptr + (part * num_rows + row[None, :]) * width + col[:, None]
+    mask = (col < width)[:, None] & (row < num_rows)[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether x [T, in] times weight [out, in] is better done here than by cuBLAS."""
+def serves(x: torch.Tensor, weight: torch.Tensor, may_split: bool = False) -> bool:
+    """Whether x [T, in] times weight [out, in] is better done here than by cuBLAS, when the sums
+    may be split, or not."""
     if not kernels.usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return len(x) == 1 or (len(x) <= MAX_ROWS and weight.shape[0] <= NARROW)
+    most = MAX_SPLIT_ROWS if may_split and len(weight) <= NARROW else MAX_ROWS
+    return len(x) == 1 or (len(x) <= most and weight.numel() <= MAX_WEIGHTS)
 
 
 def num_parts(num_rows: int, weight: torch.Tensor) -> int:
-    """Into how many parts to split the sum: of 512 inputs each, but at most about 512 programs.
+    """Into how many parts to split the sum, where the outputs alone are too few programs for a GPU.
     One row is not split: every program of the next product would read all parts."""
-    out_features, in_features = weight.shape
-    most = 512 * 16 // out_features if num_rows > 1 else 1
-    return max(1, min(most, triton.cdiv(in_features, 512)))
+    return PARTS if num_rows > 1 and len(weight) <= NARROW else 1
+
+
+class Tile(NamedTuple):
+    """Of a program for several rows, and the tiles of weights that are on their way in it."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    held: bool = False
+
+
+def few_rows_tile(num_rows: int, silu: bool, parts: int) -> Tile:
+    """The one measured best on an H200, for Qwen3-0.6B's products."""
+    if num_rows <= 16:
+        return Tile(16, 32, 256, 3, True) if silu else Tile(16, 64, 128, 4)
+    if silu:
+        return Tile(32, 64, 64, 4)
+    if parts > 1:
+        return Tile(64, 64, 64, 4)
+    return Tile(32, 64, 128, 4) if num_rows <= 32 else Tile(64, 64, 128, 4)
 
 
 def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int]:
@@ -194,34 +251,44 @@ def one_row_linear(
 
 
 def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, parts: int = 1, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    parts: int = 1,
+    out: torch.Tensor | None = None,
+    silu: bool = False,
 ) -> torch.Tensor:
-    """x [T, in] contiguous, weight [out, in] -> x W^T [T, out] in x's dtype, in `out` if given;
-    with parts > 1, which several rows may have, the summands [parts, T, out] in float32, for
-    `add_rms_norm`."""
+    """x [T, in] contiguous, weight [out, in] -> x W^T [T, out], in `out` if given; with `silu` as
+    `one_row_linear`. With parts > 1, which several rows may have, the summands [parts, T, out] for
+    `add_rms_norm`: each is rounded, which in all is no more than the whole's being rounded."""
     num_rows, in_features = x.shape
     assert x.is_contiguous() and (num_rows > 1 or parts == 1)
     if num_rows == 1:
-        return one_row_linear(x, weight, out=out)[0]
-    tile_out, tile_in = 32, 512
-    out_features = weight.shape[0]
-    per_part = triton.cdiv(triton.cdiv(in_features, parts), tile_in) * tile_in
+        return one_row_linear(x, weight, silu, out=out)[0]
+    width = len(weight) // 2 if silu else len(weight)
+    tile = few_rows_tile(num_rows, silu, parts)
+    per_part = triton.cdiv(triton.cdiv(in_features, parts), tile.inputs) * tile.inputs
     parts = triton.cdiv(in_features, per_part)
-    shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
     if out is None:
-        out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+        shape = (num_rows, width) if parts == 1 else (parts, num_rows, width)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    whole = in_features % tile.inputs == 0
     pdl = use_pdl(x)
-    _few_rows_kernel[(triton.cdiv(out_features, tile_out), parts)](
+    grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.outputs), parts)
+    _few_rows_kernel[grid](
         x,
         weight,
         out,
         num_rows,
-        IN=in_features,
-        OUT=out_features,
-        PER_PART=per_part,
-        ROWS=max(triton.next_power_of_2(num_rows), 16),
-        TILE_OUT=tile_out,
-        TILE_IN=tile_in,
+        in_features,
+        width,
+        per_part,
+        SILU=silu,
+        WHOLE=whole,
+        HELD=tile.held and whole,
+        TILE_ROWS=tile.rows,
+        TILE_OUT=tile.outputs,
+        TILE_IN=tile.inputs,
+        STAGES=tile.stages,
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

@@ -72,7 +72,7 @@ def add_rms_norm(
         HAS_RESIDUAL=has_residual,
         BLOCK=triton.next_power_of_2(size),
         PDL=pdl,
-        num_warps=4 if size <= 2048 else 8,
+        num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out, residual

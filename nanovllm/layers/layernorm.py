@@ -54,13 +54,16 @@ class RMSNorm(nn.Module):
         silu: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(proj(norm(x + residual)), x + residual), for a single row by one kernel; with `silu`
-        silu_and_mul of the first. x and residual as in `add_norm`."""
-        is_row = isinstance(x, torch.Tensor) and len(x) == 1
-        if is_row and proj.bias is None and kernels.usable(x):
-            from nanovllm.layers.few_rows import one_row_linear, serves
+        silu_and_mul of the first, for few rows by the product's. x and residual as in `add_norm`.
+        """
+        has_kernels = proj.bias is None and kernels.usable(proj.weight)
+        if has_kernels:
+            from nanovllm.layers.few_rows import few_rows_linear, one_row_linear, serves
 
-            if serves(x, proj.weight):
+            if isinstance(x, torch.Tensor) and len(x) == 1 and serves(x, proj.weight):
                 return one_row_linear(x, proj.weight, silu, residual, self.weight, self.eps)
         x, residual = self.add_norm(x, residual)
+        if has_kernels and silu and serves(x, proj.weight):
+            return few_rows_linear(x, proj.weight, silu=True), residual
         y = proj(x)
         return silu_and_mul(y) if silu else y, residual

@@ -56,7 +56,7 @@ def linear(
     if bias is None and kernels.usable(x):
         from nanovllm.layers import few_rows
 
-        if few_rows.serves(x, weight):
+        if few_rows.serves(x, weight, may_split):
             parts = few_rows.num_parts(len(x), weight) if may_split else 1
             return few_rows.few_rows_linear(x, weight, parts, out)
     if out is None:
