@@ -363,12 +363,12 @@ def test_requests_that_join_a_running_loop(build) -> None:
 
 @torch.inference_mode()
 def test_short_prefills_by_graph_equal_eager(build) -> None:
-    """One and three sequences, in buckets that they do not fill: logits and stored K/V."""
-    llm = build(max_num_seqs=16)
-    eager = build(max_num_seqs=16, enforce_eager=True)
+    """One to 32 sequences, in buckets that they fill and do not fill: logits and stored K/V."""
+    llm = build(max_num_seqs=32)
+    eager = build(max_num_seqs=32, enforce_eager=True)
     graphs = llm.model_runner.prefill_graphs
     assert graphs is not None and eager.model_runner.graphs is None
-    for lengths in ((3,), (100,), (512,), (3, 100, 247), (700, 1), (2048,)):
+    for lengths in ((3,), (100,), (512,), (3, 100, 247), (700, 1), (2048,), (90,) * 32):
         seqs = []
         for i, length in enumerate(lengths):
             seq = Sequence(random_ids(length, seed=length))

@@ -24,7 +24,8 @@ from replaying import fake_capture
 from resources import live_requests
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.prefill_graphs import SIZES, PrefillGraphs, prefill_sizes
+from nanovllm.engine import prefill_graphs
+from nanovllm.engine.prefill_graphs import PrefillGraphs, prefill_sizes
 from nanovllm.engine.sequence import Sequence
 
 pytest.importorskip("nanovllm.layers.sampler_kernels", reason="triton is not installed")
@@ -160,9 +161,12 @@ def test_a_short_prefill_runs_in_the_smallest_bucket(
 
 
 @pytest.mark.parametrize("case", ["history", "too many positions", "too many sequences"])
-def test_other_prefills_take_the_plain_path(build: Build, folder: Path, case: str) -> None:
+def test_other_prefills_take_the_plain_path(
+    build: Build, folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk after the first or a prefix hit, more than the largest
-    bucket of a step's 600 positions, more than 8 sequences."""
+    bucket of a step's 600 positions, more than MAX_SEQS sequences."""
+    monkeypatch.setattr(prefill_graphs, "MAX_SEQS", 8)
     one = SamplingParams(max_tokens=1, temperature=0)
     prompts = {
         "history": [random_ids(30)],
@@ -181,7 +185,7 @@ def test_other_prefills_take_the_plain_path(build: Build, folder: Path, case: st
 
 @pytest.mark.parametrize(
     ("billions", "budget", "largest"),
-    [(0.6, 16384, 2048), (0.6, 600, 512), (4, 16384, 512), (8.2, 16384, 256), (32.8, 16384, 64)],
+    [(0.6, 16384, 4096), (0.6, 600, 512), (4, 16384, 512), (8.2, 16384, 256), (32.8, 16384, 64)],
 )
 def test_the_larger_the_model_the_shorter_its_prefill_graphs(
     billions: float, budget: int, largest: int
@@ -211,4 +215,4 @@ def test_positions_that_a_prefill_graph_has_to_spare_belong_to_a_sequence(build:
     rest = [32] * (graphs.max_seqs - 1)
     assert graphs.inputs["cu_seqlens"].tolist() == [0, 3, 12, *rest]
     assert graphs.inputs["input_ids"].tolist()[:13] == [1, 2, 3, *range(1, 10), 0]
-    assert graphs.inputs["slot_mapping"].tolist()[12:] == [-1] * (SIZES[-1] - 12)
+    assert graphs.inputs["slot_mapping"].tolist()[12:] == [-1] * (graphs.sizes[-1] - 12)

@@ -1,6 +1,6 @@
 """PrefillGraphs: short prefills as CUDA graphs, one per bucket of positions.
 
-A prefill of a few hundred positions takes the GPU a millisecond or two, and the host ten to launch
+A prefill of a few hundred positions takes the GPU a millisecond or two, and the host 15 to launch
 kernel by kernel. One that takes the GPU longer would only lose by being rounded up to a bucket.
 """
 
@@ -18,8 +18,8 @@ from nanovllm.layers.sampler import SamplingInputs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, use_context
 
-MAX_SEQS = 8
-SIZES = (32, 64, 128, 256, 512, 1024, 2048)
+MAX_SEQS = 32
+SIZES = (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
 MOST_WORK = 4e12  # positions x parameters: about 11 ms of a GPU of 700 TFLOP/s
 
 
@@ -52,7 +52,7 @@ class PrefillGraphs:
         self.max_seqs = min(MAX_SEQS, config.max_num_seqs)
         num_params = sum(param.numel() for param in model.parameters())
         self.sizes = prefill_sizes(num_params, config.max_num_batched_tokens)
-        positions, rows = (SIZES[-1],), (self.max_seqs,)
+        positions, rows = (max(self.sizes, default=1),), (self.max_seqs,)
         self.inputs = PackedBuffer(
             {
                 "seeds": (torch.int64, rows),
