@@ -121,7 +121,7 @@ if __name__ == "__main__":
     stand_in(capability, shared_kib)
     fake_capture(pytest.MonkeyPatch())
     # One row, and for several all tiles of decode attention.
-    compile_all(SHALLOW, 256, [1, 16, 40, 64], top_k=1, top_p=1, min_p=0)
+    compile_all(SHALLOW, 256, [1, 16, 40, 64, 128, 256], top_k=1, top_p=1, min_p=0)
     compile_long_rows()
     compile_rank_sum(5120)
     if capability in (86, 90):

@@ -240,7 +240,7 @@ def test_tile_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As few programs on a multiprocessor as run at once; if all do not, the fuller last wave."""
-    monkeypatch.setattr(decode_kernels, "_limits", lambda device: gpu)
+    monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: gpu)
     assert decode_kernels.tile_shape(programs, row_bytes, torch.device("cpu")) == tile
 
 

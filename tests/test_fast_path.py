@@ -112,11 +112,15 @@ def test_half_precision_takes_the_few_row_products(
     monkeypatch.setattr(few_rows, "one_row_linear", noted_one)
     tile = few_rows.Tile(16, 32, 32, 2)  # so that the tiny model's inputs are several
     monkeypatch.setattr(few_rows, "few_rows_tile", lambda *_: tile)
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
-    (exact,) = reference(folder, PROMPTS[:1], params, monkeypatch)
+    monkeypatch.setattr(few_rows, "NARROW", 256)  # the hidden size
+    params = [  # the second one is there for the LM head to have several rows, once
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=20)
+        for count in (3, 1)
+    ]
+    exact, _ = reference(folder, PROMPTS[:2], params, monkeypatch)
     assert not kinds
     llm = build(dtype="float16", enforce_eager=True)
-    (fast,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    fast, _ = llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert kinds == {"several", "several, silu", "split", "one", "norm", "norm, silu"}
     assert fast["token_ids"] == exact["token_ids"]
     for ours, theirs in zip(fast["logprobs"], exact["logprobs"], strict=True):

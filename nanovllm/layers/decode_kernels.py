@@ -17,7 +17,7 @@ TILES = ((64, 4), (64, 3), (32, 4))
 
 
 @functools.cache
-def _limits(device: torch.device) -> tuple[int, int]:
+def gpu_limits(device: torch.device) -> tuple[int, int]:
     """Multiprocessors of a GPU, and the bytes of shared memory that a program can have there."""
     if device.type == "cpu":  # in Triton's interpreter: those of an H200
         return 132, 227 << 10
@@ -31,7 +31,7 @@ def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int
     last wave of programs. On an H200: 64 x 1024 positions 68 us, 72 and 77 with the others."""
     if row_bytes > 256:
         return 32, 3  # not every GPU has the shared memory for more
-    multiprocessors, shared = _limits(device)
+    multiprocessors, shared = gpu_limits(device)
     waves = []
     for keys, stages in TILES:
         resident = shared // ((stages - 1) * keys * row_bytes * 2 + (5 << 10))

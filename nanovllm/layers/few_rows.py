@@ -1,15 +1,16 @@
 """Matrix products with few rows (small decode batches), two Triton kernels.
 
 With so few rows the product is a read of the weight, and a general library's tiles leave much of
-the memory bandwidth unused. Here each program asks for a whole tile of the weight, the first one
-before it waits for its input. Long sums of several rows are split over programs, and the next norm
-adds up their partial sums. The kernel for one row takes in what stands before and after a product:
-residual and norm, SiLU. Needs triton to import.
+the memory bandwidth unused. Where the outputs alone are too few programs for a GPU, the sums of
+several rows are split over programs, and the next norm adds up their parts. Both kernels take in
+SiLU; that for one row also the residual and the norm before a product, and it asks for its weights
+before it waits for its input. Needs triton to import.
 
 Where it is used was measured on an H200. One row, Qwen3-0.6B: o 2.3 us by a former kernel, 12.8 by
-cuBLAS; a layer's products and norms 17.0 by the former, 12.7 now. Several (us; cuBLAS -> this): 8
-rows of o 5.7 -> 3.1, down 7.0 -> 3.6, 64 rows 5.7 -> 4.7 and 7.5 -> 5.3; but 16 rows of qkv 5.0 ->
-5.6 and gate_up 5.7 -> 7.3.
+cuBLAS; a layer's products and norms 17.0 by the former, 12.7 now. Several, in a whole decode step
+of that model at context 640 (us; cuBLAS for one product -> this for all): 16 rows, o 1,499, down
+1,419, gate_up 1,317, qkv 1,288 -> 1,173; 64 rows 2,306, 2,189, 2,087, 2,056 -> 1,973; 128 rows, o
+3,434, down 3,379 -> 3,273; 256 rows 5,788 and 5,774 -> 5,715.
 """
 
 from typing import NamedTuple
@@ -19,12 +20,15 @@ import triton
 import triton.language as tl
 
 from nanovllm.layers import kernels
+from nanovllm.layers.decode_kernels import gpu_limits
 from nanovllm.layers.fused_kernels import add_rms_norm
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 
-MAX_ROWS, MAX_SPLIT_ROWS = 64, 256
-MAX_WEIGHTS = 8 << 20  # of larger ones cuBLAS's tiles are enough to fill the GPU
-NARROW, PARTS = 2048, 4  # outputs up to which several rows' sums are split, and into what
+# Several rows: of weights with at most NARROW outputs, whose sums are split into PARTS; of others,
+# while cuBLAS's tiles of them do not fill the GPU either.
+NARROW, PARTS, MAX_SPLIT_ROWS = 2048, 4, 256
+MAX_WEIGHTS, MAX_ROWS = 8 << 20, 64
+MULTIPLE = 32  # of which several rows' inputs are one
 # Inputs up to which one row is normalized where it is multiplied: every program reads all of row,
 # residual and norm weight, and the more inputs, the fewer outputs its registers have room for. With
 # 4096 a layer of Qwen3-8B, without attention, takes 107 us on an H200, with its norms apart 98.
@@ -102,8 +106,6 @@ def _few_rows_kernel(
     width,
     per_part,
     SILU: tl.constexpr,
-    WHOLE: tl.constexpr,
-    HELD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
@@ -112,7 +114,7 @@ def _few_rows_kernel(
 ):
     """Program (tile of rows, tile of outputs, part of the inputs): out[part] = x[:, part]
     W[:, part]^T, by tensor cores. `width` outputs, and with SILU as many of `up` behind them, as
-    in _one_row_kernel. WHOLE: tiles divide the inputs."""
+    in _one_row_kernel. Tiles divide the inputs."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     col = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     part = tl.program_id(2)
@@ -126,34 +128,13 @@ def _few_rows_kernel(
     x_ptr += tl.minimum(row, num_rows - 1)[None, :] * in_features + k[:, None]
     acc = tl.zeros((TILE_OUT, TILE_ROWS), tl.float32)
     up = tl.zeros((TILE_OUT, TILE_ROWS), tl.float32)
-    if HELD:
-        w = tl.load(w_ptr)
-        if SILU:
-            w2 = tl.load(w2_ptr)
     pdl_launch(PDL)
     pdl_wait(PDL)
-    start = 0
-    if HELD:
-        x = tl.load(x_ptr)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+    for i in tl.range(0, end - first, TILE_IN, num_stages=STAGES):
+        x = tl.load(x_ptr + i)
+        acc = tl.dot(tl.load(w_ptr + i), x, acc, input_precision="ieee")
         if SILU:
-            up = tl.dot(w2, x, up, input_precision="ieee")
-        start = TILE_IN
-    for i in tl.range(start, end - first, TILE_IN, num_stages=STAGES):
-        if WHOLE:
-            x = tl.load(x_ptr + i)
-            w = tl.load(w_ptr + i)
-        else:
-            there = k + i < end
-            x = tl.load(x_ptr + i, mask=there[:, None], other=0.0)
-            w = tl.load(w_ptr + i, mask=there[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-        if SILU:
-            if WHOLE:
-                w2 = tl.load(w2_ptr + i)
-            else:
-                w2 = tl.load(w2_ptr + i, mask=there[None, :], other=0.0)
-            up = tl.dot(w2, x, up, input_precision="ieee")
+            up = tl.dot(tl.load(w2_ptr + i), x, up, input_precision="ieee")
     if SILU:
         gate = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
         acc = gate / (1 + tl.exp(-gate)) * up
@@ -167,8 +148,11 @@ def serves(x: torch.Tensor, weight: torch.Tensor, may_split: bool = False) -> bo
     may be split, or not."""
     if not kernels.usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    most = MAX_SPLIT_ROWS if may_split and len(weight) <= NARROW else MAX_ROWS
-    return len(x) == 1 or (len(x) <= most and weight.numel() <= MAX_WEIGHTS)
+    if weight.shape[1] % MULTIPLE:
+        return len(x) == 1
+    if len(weight) <= NARROW:
+        return len(x) <= (MAX_SPLIT_ROWS if may_split else 1)
+    return len(x) <= (MAX_ROWS if weight.numel() <= MAX_WEIGHTS else 1)
 
 
 def num_parts(num_rows: int, weight: torch.Tensor) -> int:
@@ -178,24 +162,28 @@ def num_parts(num_rows: int, weight: torch.Tensor) -> int:
 
 
 class Tile(NamedTuple):
-    """Of a program for several rows, and the tiles of weights that are on their way in it."""
+    """Of a program for several rows, and the stages of its pipeline."""
 
     rows: int
     outputs: int
     inputs: int
     stages: int
-    held: bool = False
 
 
-def few_rows_tile(num_rows: int, silu: bool, parts: int) -> Tile:
-    """The one measured best on an H200, for Qwen3-0.6B's products."""
-    if num_rows <= 16:
-        return Tile(16, 32, 256, 3, True) if silu else Tile(16, 64, 128, 4)
+def few_rows_tile(num_rows: int, in_features: int, silu: bool, shared: int) -> Tile:
+    """What was measured best on an H200 in the steps of Qwen3-0.6B, cut to `shared` bytes of memory
+    and to what divides the inputs."""
+    rows = 16 if num_rows <= 32 else 32 if num_rows <= 64 else 64
     if silu:
-        return Tile(32, 64, 64, 4)
-    if parts > 1:
-        return Tile(64, 64, 64, 4)
-    return Tile(32, 64, 128, 4) if num_rows <= 32 else Tile(64, 64, 128, 4)
+        inputs, stages = (64, 5) if num_rows <= 32 else (128, 3)
+    elif num_rows <= 64:
+        inputs, stages = 256, 3
+    else:
+        inputs, stages = (128, 4) if num_rows <= 128 else (64, 4)
+    row_bytes = 2 * (rows + (128 if silu else 64))
+    while inputs * stages * row_bytes > shared or in_features % inputs:
+        inputs //= 2
+    return Tile(rows, 64, inputs, stages)
 
 
 def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int]:
@@ -258,20 +246,21 @@ def few_rows_linear(
     silu: bool = False,
 ) -> torch.Tensor:
     """x [T, in] contiguous, weight [out, in] -> x W^T [T, out], in `out` if given; with `silu` as
-    `one_row_linear`. With parts > 1, which several rows may have, the summands [parts, T, out] for
-    `add_rms_norm`: each is rounded, which in all is no more than the whole's being rounded."""
+    `one_row_linear`. Several rows have a multiple of MULTIPLE inputs, and may have parts > 1: then
+    it is the summands [parts, T, out] for `add_rms_norm`. Each is rounded, which in all is no more
+    than if the whole were."""
     num_rows, in_features = x.shape
-    assert x.is_contiguous() and (num_rows > 1 or parts == 1)
+    assert x.is_contiguous()
+    assert in_features % MULTIPLE == 0 if num_rows > 1 else parts == 1
     if num_rows == 1:
         return one_row_linear(x, weight, silu, out=out)[0]
     width = len(weight) // 2 if silu else len(weight)
-    tile = few_rows_tile(num_rows, silu, parts)
+    tile = few_rows_tile(num_rows, in_features, silu, gpu_limits(x.device)[1])
     per_part = triton.cdiv(triton.cdiv(in_features, parts), tile.inputs) * tile.inputs
     parts = triton.cdiv(in_features, per_part)
     if out is None:
         shape = (num_rows, width) if parts == 1 else (parts, num_rows, width)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    whole = in_features % tile.inputs == 0
     pdl = use_pdl(x)
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.outputs), parts)
     _few_rows_kernel[grid](
@@ -283,8 +272,6 @@ def few_rows_linear(
         width,
         per_part,
         SILU=silu,
-        WHOLE=whole,
-        HELD=tile.held and whole,
         TILE_ROWS=tile.rows,
         TILE_OUT=tile.outputs,
         TILE_IN=tile.inputs,
