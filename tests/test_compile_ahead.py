@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,4 +76,36 @@ def test_a_failure_of_the_work_leaves_triton_as_it_was() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="no memory"):
             compile_ahead(fail)
+    assert triton.runtime.JITFunction.run is run
+
+
+def test_two_engines_that_start_at_once_take_turns() -> None:
+    """The first to end would else let the second one's work launch what is not compiled, and the
+    second leave the first one's thread unable to launch anything."""
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles in no threads")
+    run = triton.runtime.JITFunction.run
+    first_began, second_began, first_ended = (threading.Event() for _ in range(3))
+    together: list[bool] = []
+
+    def first() -> None:
+        first_began.set()
+        together.append(second_began.wait(0.3))
+
+    def second() -> None:
+        second_began.set()
+        first_ended.wait(10)
+        together.append(triton.runtime.JITFunction.run is run)
+
+    def start_first() -> None:
+        compile_ahead(first)
+        first_ended.set()
+
+    threads = [threading.Thread(target=start_first)]
+    threads.append(threading.Thread(target=lambda: first_began.wait(10) and compile_ahead(second)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert together == [False, False]
     assert triton.runtime.JITFunction.run is run
