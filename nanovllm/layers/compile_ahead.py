@@ -8,6 +8,8 @@ from typing import Any
 
 import triton
 
+from nanovllm.utils.interrupts import collector_held
+
 _RUNNING = threading.Lock()  # Triton's launch, which is replaced meanwhile, is the whole process's
 
 
@@ -29,7 +31,8 @@ def _compile(work: Callable[[], None]) -> None:
         # Not even what is compiled already is launched, on what the others have not written.
         return run(self, *args, warmup=warmup or threading.get_ident() == thread, **kwargs)
 
-    with _RUNNING, ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+    # Python 3.11's parser fails if the collector lets another thread parse in its midst.
+    with _RUNNING, collector_held(), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
         run = function.run
         try:
             function.run = only_compile
