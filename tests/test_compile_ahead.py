@@ -1,10 +1,12 @@
 """The kernels of a start are compiled at once, in threads, and none is left for later. Needs no
 GPU, only Triton's compiler."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +72,43 @@ def test_a_failure_of_the_work_leaves_triton_as_it_was() -> None:
 
     def fail() -> None:
         assert triton.runtime.JITFunction.run is not run
+        assert not gc.isenabled(), "threads that parse meanwhile fail in Python 3.11"
         raise ValueError("no memory")
 
     for _ in range(2):
         with pytest.raises(ValueError, match="no memory"):
             compile_ahead(fail)
+    assert triton.runtime.JITFunction.run is run
+    assert gc.isenabled()
+
+
+def test_two_engines_that_start_at_once_take_turns() -> None:
+    """The first to end would else let the second one's work launch what is not compiled, and the
+    second leave the first one's thread unable to launch anything."""
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles in no threads")
+    run = triton.runtime.JITFunction.run
+    first_began, second_began, first_ended = (threading.Event() for _ in range(3))
+    together: list[bool] = []
+
+    def first() -> None:
+        first_began.set()
+        together.append(second_began.wait(0.3))
+
+    def second() -> None:
+        second_began.set()
+        first_ended.wait(10)
+        together.append(triton.runtime.JITFunction.run is run)
+
+    def start_first() -> None:
+        compile_ahead(first)
+        first_ended.set()
+
+    threads = [threading.Thread(target=start_first)]
+    threads.append(threading.Thread(target=lambda: first_began.wait(10) and compile_ahead(second)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert together == [False, False]
     assert triton.runtime.JITFunction.run is run

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils import symmetric_memory
+from nanovllm.utils import process_group, symmetric_memory
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
 from nanovllm.utils.symmetric_memory import MAX_BYTES, OwnNumbers, SymmetricMemory
 
@@ -148,3 +148,14 @@ def test_sums_are_let_go_before_nccl_ends_its_own() -> None:
     assert seen == [1]
     with pytest.raises(RuntimeError, match="another rank is lost"):
         group.all_reduce(torch.zeros(8))
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.usefixtures("stand_in")
+def test_without_triton_nccl_sums_all(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first norm would ask for the kernel that sums, and fail."""
+    monkeypatch.setattr(process_group, "find_spec", lambda name: has_triton or None)
+    group = ProcessGroup(dist.HashStore(), 0, 1, torch.device("cpu"))
+    monkeypatch.setattr(group, "least", int)
+    found = group._symmetric_memory(dist.HashStore(), f"ranks-{uuid4()}")
+    assert (found is not None) == has_triton

@@ -8,6 +8,10 @@ from typing import Any
 
 import triton
 
+from nanovllm.utils.interrupts import collector_held
+
+_RUNNING = threading.Lock()  # Triton's launch, which is replaced meanwhile, is the whole process's
+
 
 def compile_ahead(work: Callable[[], None]) -> None:
     """Compile in threads, on all cores, those kernels that `work` launches and this process has not
@@ -22,15 +26,16 @@ def compile_ahead(work: Callable[[], None]) -> None:
 
 def _compile(work: Callable[[], None]) -> None:
     function, thread = triton.runtime.JITFunction, threading.get_ident()
-    run = function.run
 
     def only_compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         # Not even what is compiled already is launched, on what the others have not written.
         return run(self, *args, warmup=warmup or threading.get_ident() == thread, **kwargs)
 
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-        function.run = only_compile
+    # Python 3.11's parser fails if the collector lets another thread parse in its midst.
+    with _RUNNING, collector_held(), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        run = function.run
         try:
+            function.run = only_compile
             work()
         finally:
             function.run = run

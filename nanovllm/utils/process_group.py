@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -106,6 +107,8 @@ class ProcessGroup:
         try:
             from nanovllm.utils.symmetric_memory import SymmetricMemory
 
+            if find_spec("triton") is None:
+                raise ImportError("triton, whose kernel sums there, is not installed")
             symmetric = SymmetricMemory(store, name, self.rank, self.size, self.device)
         except Exception as error:  # no peer access, another torch: whatever it is, NCCL serves
             logger.info("symmetric memory cannot be used, so NCCL sums all: %s", error)
