@@ -51,8 +51,8 @@ def _add_rms_norm_kernel(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual) for x [T, size], or [parts, T, size] float32 whose sum
-    over the parts is meant. The new residual overwrites the old one, if there was one."""
+    """(norm(x + residual), x + residual) for x [T, size], or [parts, T, size] whose sum over the
+    parts is meant. The new residual overwrites the old one, if there was one."""
     num_parts = x.shape[0] if x.dim() == 3 else 1
     num_rows, size = x.shape[-2:]
     out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
