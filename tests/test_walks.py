@@ -228,7 +228,7 @@ def test_walk_preempt() -> None:
     assert column(one, "total") == ["4 -> 5"] * 3 and one.free == (4, 1, 1)
     assert list(two.rows) == ["A", "B"]
     assert "C is preempted: B needs a block and none is free; C is the newest" in two.notes
-    assert "C gives back [2], keeps its ids, and waits at the left" in two.notes
+    assert "C gives back [2], keeps its ids, and waits first in the queue" in two.notes
     assert "A takes block 3" in two.notes and "B takes block 2" in two.notes
     assert "waiting: C 0 of 5 cached" in two.notes
     assert column(resumed, "positions") == ["0..4"] and list(resumed.rows) == ["C"]

@@ -19,12 +19,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def _sort_key(x):
     """float32 -> uint32 whose unsigned order is the order of the numbers."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    # Not ~bits, at which Triton 3.7 and 3.8's interpreter fails.
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _from_sort_key(key):
-    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key)
+    bits = tl.where(key >> 31 != 0, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 

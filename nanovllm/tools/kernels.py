@@ -26,7 +26,7 @@ EPS = 1e-6
 BLOCK_SIZE = 256  # what flash-attn needs
 CONTEXTS = (1, 256, 257, 0, 700)  # of a decode: short, cut in two and six, a padding row
 CHUNKS = ((130, 0), (1, 256), (70, 300))  # of a prefill: new positions, and those before them
-IN, OUT = 1216, 96  # of a matrix product: an input too long for one part, and no multiple of one
+IN, OUT = 1248, 96  # of a matrix product: an input too long for one part, and no multiple of one
 
 
 def kernel_rows(llm: LLM) -> Iterator[Row]:

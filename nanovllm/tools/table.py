@@ -100,7 +100,7 @@ def _preempted(step: Step) -> Iterator[str]:
         if needed_by == name:
             why = "it needs a block, none is free, and no newer request can give way"
         yield f"{name} is preempted: {why}"
-        yield f"{name} gives back [{ranges(blocks)}], keeps its ids, and waits at the left"
+        yield f"{name} gives back [{ranges(blocks)}], keeps its ids, and waits first in the queue"
 
 
 def _chosen(step: Step) -> Iterator[str]:
