@@ -5,14 +5,26 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_ids
+from processes import (
+    caller,
+    damage_messages,
+    is_running,
+    killed_while_waited_for,
+    remains,
+    wait_until_gone,
+)
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.workers import Workers
 from nanovllm.tools.forced import TokenPath, run_forced
 
 pytestmark = [
@@ -162,3 +174,91 @@ def test_memory_is_given_back(folder: Path) -> None:
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     for i in range(2):
         assert free[i] - torch.cuda.mem_get_info(i)[0] < 600 << 20
+
+
+# --- other ends: what the tests of several ranks do on the CPU, on GPUs ---------------------------
+
+
+@pytest.fixture
+def all_memory_free() -> Iterator[None]:
+    """No GPU has less free after the test than before, but for what CUDA keeps per process."""
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    yield
+    deadline = time.monotonic() + 10  # a process that was killed gives it back within moments
+    while any(free[i] - torch.cuda.mem_get_info(i)[0] > 600 << 20 for i in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.usefixtures("all_memory_free")
+def test_a_rank_fails_at_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds no weights: its rank and traceback within seconds of that, and nothing is left."""
+    before = remains()
+    init = Workers.__init__
+
+    def elsewhere(self: Workers, config: Config, *args: Any) -> None:
+        init(self, replace(config, model=str(tmp_path)), *args)
+
+    monkeypatch.setattr(Workers, "__init__", elsewhere)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:\nTraceback.*no \*\.safetensors"):
+        start(folder)
+    assert remains() == before
+
+
+@pytest.mark.usefixtures("all_memory_free")
+def test_a_rank_is_killed_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rank 0 waits for it at the meeting point."""
+    before = remains()
+    join_group = Workers.join_group
+
+    def join(self: Workers, *args: Any) -> Any:
+        with killed_while_waited_for(self._processes[0]):
+            return join_group(self, *args)
+
+    monkeypatch.setattr(Workers, "join_group", join)
+    with pytest.raises(RuntimeError, match=r"rank 1 .* was killed by SIGKILL"):
+        start(folder)
+    assert remains() == before
+
+
+@pytest.mark.usefixtures("all_memory_free")
+def test_a_rank_whose_kernel_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes to a block far beyond its pool, and rank 0's GPU waits for it in a sum: the caller
+    gets its traceback within 10 seconds, and can build a new engine."""
+    llm = start(folder, enforce_eager=True)
+    expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    damage_messages(llm, monkeypatch)
+    before = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:\nTraceback.*CUDA error"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert time.monotonic() - before < 10
+    with start(folder, enforce_eager=True) as llm:
+        assert llm.generate(PROMPTS, PARAMS, use_tqdm=False) == expected
+
+
+@pytest.mark.usefixtures("all_memory_free")
+@pytest.mark.parametrize("mode", ["idle", "busy"])
+def test_the_caller_is_killed(folder: Path, mode: str, tmp_path: Path) -> None:
+    """Its ranks end by themselves, also while a GPU waits in a sum."""
+    shared = set(os.listdir("/dev/shm"))
+    with caller(folder, mode, tmp_path, device="cuda") as (process, workers):
+        process.kill()
+        process.wait()
+        wait_until_gone(workers)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.usefixtures("all_memory_free")
+@pytest.mark.parametrize("mode", ["goes on", "leaves"])
+def test_ctrl_c(folder: Path, mode: str, tmp_path: Path) -> None:
+    """The engine can be used again, or it leaves, and the ranks leave with it."""
+    with caller(folder, mode, tmp_path, device="cuda") as (process, workers):
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert not any(map(is_running, workers))
+    if mode == "leaves":
+        assert process.returncode != 0 and err.rstrip().endswith("KeyboardInterrupt")
+    else:
+        assert process.returncode == 0 and out.count("[[") == 1, err

@@ -7,13 +7,16 @@ An engine that a test has broken is replaced in the same process for the next te
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from processes import (
     PARAMS,
     PROMPTS,
+    damage_messages,
     generate,
     is_running,
     kill,
@@ -25,6 +28,7 @@ from processes import (
 )
 
 from nanovllm import LLM
+from nanovllm.engine import workers
 from nanovllm.engine.workers import Report, Workers
 
 
@@ -80,22 +84,6 @@ def assert_ended(llm: LLM, pids: list[int]) -> None:
 # --- a worker raises ------------------------------------------------------------------------------
 
 
-def damage_messages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a worker, but not rank 0, is told of a block that does not exist."""
-    write = llm.model_runner._steps.write
-
-    def damaged(seqs: list[Any], is_prefill: bool) -> Any:
-        tables = [seq.block_table for seq in seqs]
-        for seq in seqs:
-            seq.block_table = [10**6] * len(seq.block_table)
-        message = write(seqs, is_prefill)
-        for seq, table in zip(seqs, tables, strict=True):
-            seq.block_table = table
-        return message
-
-    monkeypatch.setattr(llm.model_runner._steps, "write", damaged)
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_worker_that_raises(llm: LLM, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gets its rank and its traceback, whatever rank 0 met by losing it."""
@@ -109,6 +97,24 @@ def test_a_worker_that_raises(llm: LLM, phase: str, monkeypatch: pytest.MonkeyPa
     assert "model_runner.py" in message and "IndexError" in message
     llm.abort(llm.scheduler.waiting[0].seq_id)  # the step was undone
     assert_ended(llm, pids)
+
+
+def test_a_kernel_that_fails_is_noticed_while_the_worker_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a message that rank 0 cannot send, as its own GPU waits for this one."""
+    asked: list[torch.device] = []
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(query=lambda: 1 // (2 - len(asked)))  # fails when asked again
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    runner = SimpleNamespace(block_size=4, device=torch.device("cuda", 1))
+    mine, _theirs = multiprocessing.Pipe()
+    with pytest.raises(ZeroDivisionError):
+        workers._serve(runner, mine)
+    assert asked == [runner.device] * 2
 
 
 def test_rank_0_that_raises(

@@ -3,12 +3,9 @@ ranks never outlive their caller."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from processes import (
+    caller,
     generate,
     is_running,
     killed_while_waited_for,
@@ -30,8 +28,6 @@ from nanovllm.config import Config
 from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.workers import Workers
 from nanovllm.utils.process_group import ProcessGroup
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -163,58 +159,6 @@ def test_one_rank_starts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # --- the caller -----------------------------------------------------------------------------------
-
-# Without `if __name__ == "__main__"`, which spawned processes would otherwise need.
-SCRIPT = """
-import multiprocessing, os, sys, time
-from nanovllm import LLM, SamplingParams
-folder, mode = sys.argv[1:]
-llm = LLM(folder, device="cpu", tensor_parallel_size=2, kvcache_block_size=4,
-          num_kvcache_blocks=200)
-print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-if mode == "idle" and os.fork() == 0:
-    time.sleep(600)
-try:
-    while mode != "idle":
-        llm.generate([[1, 2, 3]], long, use_tqdm=False)
-    time.sleep(600)
-except KeyboardInterrupt:
-    if mode == "leaves":
-        raise
-    outputs = llm.generate([[1, 2, 3, 4, 5], [6, 7]], short, use_tqdm=False)
-    print([output["token_ids"] for output in outputs], flush=True)
-"""
-
-
-@contextmanager
-def caller(
-    folder: Path, mode: str, tmp_path: Path
-) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A script with an engine of two ranks, in a session of its own as under a terminal, and the
-    ids of its workers. An engine of this process goes on beside it."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    command = [sys.executable, str(path), str(folder), mode]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        workers = list(map(int, process.stdout.readline().split()))
-        assert len(workers) == 1 and is_running(workers[0])
-        time.sleep(0.5)  # well into the loop
-        yield process, workers
-    finally:
-        with suppress(ProcessLookupError):  # the whole session, a fork too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 @pytest.mark.parametrize("mode", ["idle", "busy"])

@@ -240,6 +240,11 @@ def work(job: Job, num_threads: int, pipe: Connection) -> None:
 def _serve(runner: ModelRunner, pipe: Connection) -> None:
     steps = StepReader(runner.block_size)
     while True:
+        while not pipe.poll(1):
+            if runner.device.type == "cuda":
+                # Raises what a kernel failed with, which shows in no call before the next one: and
+                # that rank 0 cannot ask for while its GPU waits for this one.
+                torch.cuda.current_stream(runner.device).query()
         method, *args = pickle.loads(pipe.recv_bytes())
         if method == "launch":
             message, is_prefill, resample = args
