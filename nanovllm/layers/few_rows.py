@@ -8,9 +8,9 @@ before it waits for its input. Needs triton to import.
 
 Where it is used was measured on an H200. One row, Qwen3-0.6B: o 2.3 us by a former kernel, 12.8 by
 cuBLAS; a layer's products and norms 17.0 by the former, 12.7 now. Several, in a whole decode step
-of that model at context 640 (us; cuBLAS for one product -> this for all): 16 rows, o 1,499, down
-1,419, gate_up 1,317, qkv 1,288 -> 1,173; 64 rows 2,306, 2,189, 2,087, 2,056 -> 1,973; 128 rows, o
-3,434, down 3,379 -> 3,273; 256 rows 5,788 and 5,774 -> 5,715.
+of that model at context 640: 16 rows, qkv and gate_up by cuBLAS, o and down by the former 1,385 us,
+all by this 1,173; 64 rows 2,226 and 1,973. 128 rows, o by cuBLAS 3,434 us, by this 3,298, then down
+too 3,273; 256 rows, o by cuBLAS 5,788, down 5,774, none 5,715.
 """
 
 from typing import NamedTuple
