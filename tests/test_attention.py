@@ -224,7 +224,7 @@ def test_gpu_takes_the_newest_flash_attention_that_serves(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without a warning; test_gpu_fast.py asks the real ones."""
+    """Without a warning; test_gpu.py asks the real ones."""
     monkeypatch.setattr(
         attention_module, "_why_not", lambda name, *_: None if name in serve else "it cannot"
     )

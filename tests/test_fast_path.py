@@ -16,7 +16,7 @@ from nanovllm.layers import kernels
 
 pytest.importorskip("nanovllm.layers.decode_attention", reason="triton is not installed")
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fast.py is its like"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py is its like"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # the interpreter's integers wrap
 ]
 

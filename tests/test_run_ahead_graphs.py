@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """Engines with graphs for up to four sequences, and for prefills of up to 32 positions."""
     if torch.cuda.is_available():
-        pytest.skip("test_gpu_fast.py has the real ones")
+        pytest.skip("test_gpu.py has the real ones")
     fake_capture(monkeypatch)
     with engines_that_run_ahead(folder) as build_without:
 
