@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 from recording import GREEDY
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.workers import Workers
 
 ROOT = Path(__file__).parents[1]
 BOUND = 10  # seconds in which whoever lost a process must know
@@ -105,6 +108,27 @@ def damage_messages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         return message
 
     monkeypatch.setattr(llm.model_runner._steps, "write", damaged)
+
+
+def let_rank_1_look_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine's workers load their weights from there; rank 0 does not."""
+    init = Workers.__init__
+
+    def elsewhere(self: Workers, config: Config, *args: Any) -> None:
+        init(self, replace(config, model=str(folder)), *args)
+
+    monkeypatch.setattr(Workers, "__init__", elsewhere)
+
+
+def let_rank_1_be_killed_at_the_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the next engine, while rank 0 waits for it there."""
+    join_group = Workers.join_group
+
+    def join(self: Workers, *args: Any) -> Any:
+        with killed_while_waited_for(self._processes[0]):
+            return join_group(self, *args)
+
+    monkeypatch.setattr(Workers, "join_group", join)
 
 
 # Without `if __name__ == "__main__"`, which spawned processes would otherwise need.

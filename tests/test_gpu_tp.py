@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from processes import (
     caller,
     damage_messages,
     is_running,
-    killed_while_waited_for,
+    let_rank_1_be_killed_at_the_meeting_point,
+    let_rank_1_look_elsewhere,
     remains,
     wait_until_gone,
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config
-from nanovllm.engine.workers import Workers
 from nanovllm.tools.forced import TokenPath, run_forced
 
 pytestmark = [
@@ -196,12 +194,7 @@ def test_a_rank_fails_at_start(
 ) -> None:
     """It finds no weights: its rank and traceback within seconds of that, and nothing is left."""
     before = remains()
-    init = Workers.__init__
-
-    def elsewhere(self: Workers, config: Config, *args: Any) -> None:
-        init(self, replace(config, model=str(tmp_path)), *args)
-
-    monkeypatch.setattr(Workers, "__init__", elsewhere)
+    let_rank_1_look_elsewhere(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:\nTraceback.*no \*\.safetensors"):
         start(folder)
     assert remains() == before
@@ -211,13 +204,7 @@ def test_a_rank_fails_at_start(
 def test_a_rank_is_killed_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While rank 0 waits for it at the meeting point."""
     before = remains()
-    join_group = Workers.join_group
-
-    def join(self: Workers, *args: Any) -> Any:
-        with killed_while_waited_for(self._processes[0]):
-            return join_group(self, *args)
-
-    monkeypatch.setattr(Workers, "join_group", join)
+    let_rank_1_be_killed_at_the_meeting_point(monkeypatch)
     with pytest.raises(RuntimeError, match=r"rank 1 .* was killed by SIGKILL"):
         start(folder)
     assert remains() == before

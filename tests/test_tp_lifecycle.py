@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from processes import (
     caller,
     generate,
     is_running,
-    killed_while_waited_for,
+    let_rank_1_be_killed_at_the_meeting_point,
+    let_rank_1_look_elsewhere,
     message_of_end,
     remains,
     start,
@@ -24,7 +24,6 @@ from processes import (
 )
 
 from nanovllm import LLM
-from nanovllm.config import Config
 from nanovllm.engine.lead_runner import LeadRunner
 from nanovllm.engine.workers import Workers
 from nanovllm.utils.process_group import ProcessGroup
@@ -48,13 +47,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_killed_as_soon_as_it_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While Python itself starts in it, and rank 0 waits for it at the meeting point."""
     before = remains()
-    join_group = Workers.join_group
-
-    def join(self: Workers, *args: Any) -> Any:
-        with killed_while_waited_for(self._processes[0]):
-            return join_group(self, *args)
-
-    monkeypatch.setattr(Workers, "join_group", join)
+    let_rank_1_be_killed_at_the_meeting_point(monkeypatch)
     assert "rank 1" in (message := message_of_end(lambda: start(folder)))
     assert "was killed by SIGKILL" in message
     assert remains() == before
@@ -106,12 +99,7 @@ def test_killed_while_it_loads_the_model(
 def test_an_error_at_start(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank cannot load its weights: RuntimeError with its rank and traceback."""
     before = remains()
-    init = Workers.__init__
-
-    def elsewhere(self: Workers, config: Config, *args: Any) -> None:
-        init(self, replace(config, model=str(tmp_path)), *args)
-
-    monkeypatch.setattr(Workers, "__init__", elsewhere)
+    let_rank_1_look_elsewhere(tmp_path, monkeypatch)
     with pytest.raises(RuntimeError) as caught:
         start(folder)
     assert "rank 1 failed:\nTraceback" in str(caught.value)
