@@ -227,7 +227,7 @@ def test_the_engine_can_be_read_in_an_evening() -> None:
     several = [path for path in engine if path.stem in SEVERAL_GPUS]
     assert (len(kernels), len(several)) == (len(KERNELS), len(SEVERAL_GPUS))
     assert num_lines([path for path in engine if path not in kernels + several]) <= 3380
-    assert num_lines(kernels) <= 1360
+    assert num_lines(kernels) <= 1390
     assert num_lines(several) <= 720
 
 

@@ -154,7 +154,7 @@ if not ON_GPU:  # where a shape costs no compilation, but products of bfloat16 a
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_sequence(shape: Shape, device: torch.device) -> None:
     """Contexts without a past, and at the edges of blocks and of the kernel's inner steps."""
-    edges = {1, 2, 3, shape.block_size, shape.block_size + 1, 64, 65, 66, 129}
+    edges = {1, 2, 3, shape.block_size, shape.block_size + 1, 64, 65, 66, 128, 129, 130}
     for context in sorted(edges):
         check(Step(shape, [context], device))
 
@@ -174,8 +174,8 @@ def test_a_batch_with_padding_rows(shape: Shape, batch: int, device: torch.devic
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_long_contexts_are_cut_and_merged(shape: Shape, device: torch.device) -> None:
     """Around the lengths at which a part more is made, and up to more parts than are merged at a
-    time (2,050 past positions are 33 of 64)."""
-    for past in (63, 64, 65, 128, 129, 1000, 1024, 1025, 2050):
+    time (4,100 past positions are 33 of 128)."""
+    for past in (127, 128, 129, 256, 257, 1000, 1024, 1025, 2050, 4100):
         check(Step(shape, [past + 1], device))
 
 
@@ -200,7 +200,7 @@ def test_how_a_batch_is_cut_changes_nothing(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("tile", [*decode_kernels.TILES[1:], (32, 3)], ids=str)
+@pytest.mark.parametrize("tile", decode_kernels.TILES[1:], ids=str)
 def test_tiles_of_large_batches(
     tile: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,20 +215,20 @@ H200, A100, RTX = (132, 227 << 10), (108, 163 << 10), (84, 99 << 10)
 @pytest.mark.parametrize(
     ("gpu", "programs", "row_bytes", "tile"),
     [
-        (H200, 8, 256, (64, 4)),
-        (H200, 264, 256, (64, 4)),  # two on a multiprocessor
-        (H200, 272, 256, (64, 3)),
-        (H200, 396, 256, (64, 3)),  # three
-        (H200, 400, 256, (32, 4)),
-        (H200, 528, 256, (32, 4)),  # four
-        (H200, 536, 256, (64, 3)),  # 1.35 waves, not 1.02
-        (H200, 768, 256, (64, 3)),  # 1.94, not 1.45
-        (H200, 2048, 256, (32, 4)),  # 3.88, not 5.17
-        (H200, 8, 128, (64, 4)),
+        (H200, 8, 256, (128, 2)),
+        (H200, 792, 256, (128, 2)),  # three on a multiprocessor, twice
+        (H200, 800, 256, (32, 3)),  # 1.2 waves of five
+        (H200, 1024, 256, (64, 2)),  # 1.6
+        (H200, 1280, 256, (64, 2)),  # 1.9
+        (H200, 1408, 256, (32, 3)),  # 2.1
+        (H200, 1920, 256, (64, 2)),  # 2.9
+        (H200, 2048, 256, (32, 3)),  # 3.1
+        (H200, 2048, 128, (64, 2)),  # 1.7 waves of nine
         (H200, 2048, 512, (32, 3)),
-        (A100, 100, 256, (64, 4)),
-        (A100, 216, 256, (64, 3)),
-        (RTX, 8, 256, (64, 3)),  # four stages do not fit
+        (A100, 432, 256, (128, 2)),  # two on a multiprocessor, twice
+        (A100, 440, 256, (32, 3)),  # 1.02 waves of four
+        (RTX, 168, 256, (128, 2)),
+        (RTX, 169, 256, (32, 3)),
         (RTX, 2048, 512, (32, 3)),
     ],
 )
@@ -239,9 +239,22 @@ def test_tile_shape(
     tile: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As few programs on a multiprocessor as run at once; if all do not, the fuller last wave."""
+    """The first for two waves; after that the second where the last wave is fuller than half."""
     monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: gpu)
     assert decode_kernels.tile_shape(programs, row_bytes, torch.device("cpu")) == tile
+
+
+@pytest.mark.parametrize(("num_seqs", "shares"), [(49, 32), (50, 64)])
+def test_contexts_are_cut_finer_where_not_all_run_at_once(
+    num_seqs: int, shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 KV heads each, and 396 programs at once on an H200."""
+    monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: H200)
+    lens = torch.full((num_seqs,), 5, dtype=torch.int32, device=device)
+    attention = module.DecodeAttention()
+    cache = torch.empty(1, 256, 8, 128, dtype=torch.bfloat16, device="meta")
+    attention.plan(Context(is_prefill=False, slot_mapping=lens, context_lens=lens), cache)
+    assert len(attention.planned[1]) == num_seqs + shares
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -200,54 +200,75 @@ def test_a_row_that_is_normalized_is_one_tile(size: int, silu: bool) -> None:
 
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """In half precision: one row always; up to MAX_SPLIT_ROWS where the output is narrow and the
-    sums may be split; up to MAX_ROWS where it is not, unless the weight is large."""
-    most, most_split = few_rows.MAX_ROWS, few_rows.MAX_SPLIT_ROWS
-    narrow, wide = (torch.empty(few_rows.NARROW + i, 32, device="meta") for i in (0, 1))
-    large = torch.empty(few_rows.MAX_WEIGHTS // 32 + 1, 32, device="meta")
-    odd = torch.empty(few_rows.NARROW + 1, 48, device="meta")
+    """In half precision: one row always; up to 256 where the output is narrow and the sums may be
+    split; up to 64 of a small weight, and of a large one whose sums may be split; up to 32 of one
+    that has outputs enough."""
 
-    def serves(
-        rows: int, weight: torch.Tensor, may_split: bool = False, dtype: torch.dtype = BF16
-    ) -> bool:
-        x = torch.zeros(rows, weight.shape[1], dtype=dtype, device=device)
-        return few_rows.serves(x, weight, may_split)
+    def limit(outputs: int, inputs: int, may_split: bool = False) -> int:
+        weight = torch.empty(outputs, inputs, device="meta")
+        served = [few_rows.serves(x[:, :inputs], weight, may_split) for x in batches]
+        assert served == sorted(served, reverse=True)
+        return sum(served)
 
-    assert serves(1, narrow) == ON_GPU, "on a CPU the plain product is right"
+    row = torch.zeros(1, 32, dtype=BF16, device=device)
+    weight = torch.empty(64, 32, device="meta")
+    assert few_rows.serves(row, weight) == ON_GPU, "on a CPU the plain product is right"
     monkeypatch.setattr(kernels, "usable", lambda x: True)
-    assert serves(1, large) and serves(1, large, dtype=F16) and not serves(2, large)
-    assert serves(1, narrow) and not serves(2, narrow)
-    assert serves(1, odd) and not serves(2, odd)
-    assert serves(most_split, narrow, True) and not serves(most_split + 1, narrow, True)
-    for may_split in (False, True):
-        assert serves(most, wide, may_split) and not serves(most + 1, wide, may_split)
-    assert not serves(1, narrow, dtype=F32)
+    assert few_rows.serves(row.half(), weight) and not few_rows.serves(row.float(), weight)
+    batches = [torch.empty(rows, 12288, dtype=BF16, device="meta") for rows in range(1, 300)]
+    assert limit(2048, 3072, may_split=True) == 256 and limit(2048, 3072) == 1
+    assert limit(4096, 1024) == limit(6144, 1024) == 64  # Qwen3-0.6B: qkv, gate_up
+    assert limit(4096, 12288, may_split=True) == 64 and limit(4096, 12288) == 1  # 8B: down
+    assert limit(6144, 4096) == limit(24576, 4096) == 32  # 8B: qkv, gate_up
+    assert limit(5120, 8192, may_split=True) == 1  # 32B: o
+    assert limit(2048, 48, may_split=True) == limit(6144, 48) == 1  # no multiple of 32
 
 
 @pytest.mark.parametrize("shared_kib", [99, 163, 227])
 @pytest.mark.parametrize("silu", [False, True])
 def test_tiles_fit_into_the_shared_memory(silu: bool, shared_kib: int) -> None:
-    """Of GPUs that have less than the one it was measured on; there it is what was measured."""
+    """Of GPUs that have less than the one it was measured on."""
     shared = shared_kib << 10
     for rows in (2, 16, 32, 33, 64, 65, 128, 129, 256):
         for inputs in (1024, 9728, 32 * 31):
-            tile = few_rows.few_rows_tile(rows, inputs, silu, shared)
-            num_rows = tile.rows + (2 if silu else 1) * tile.outputs
-            assert num_rows * tile.inputs * tile.stages * 2 <= shared
-            assert inputs % tile.inputs == 0 and tile.inputs >= 32
-    if not silu and shared_kib == 227:
-        assert few_rows.few_rows_tile(16, 1024, silu, shared) == (16, 64, 256, 3)
-        assert few_rows.few_rows_tile(128, 1024, silu, shared) == (64, 64, 128, 4)
+            for outputs in (1024, 24576):
+                tile = few_rows.few_rows_tile(rows, outputs, inputs, 1, silu, shared)
+                num_rows = tile.rows + (2 if silu else 1) * tile.outputs
+                assert num_rows * tile.inputs * tile.stages * 2 <= shared
+                assert inputs % tile.inputs == 0 and tile.inputs >= 32
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "parts", "silu", "tile"),
+    [
+        (16, (4096, 1024), 1, False, (16, 64, 256, 3)),
+        (32, (4096, 1024), 1, False, (16, 64, 256, 3)),
+        (33, (4096, 1024), 1, False, (32, 64, 256, 3)),
+        (32, (6144, 1024), 1, True, (16, 64, 64, 5)),
+        (64, (6144, 1024), 1, True, (32, 64, 128, 3)),
+        (128, (1024, 3072), 4, False, (64, 64, 128, 4)),
+        (256, (1024, 3072), 4, False, (64, 64, 64, 4)),
+        (256, (1024, 2048), 2, False, (64, 64, 128, 4)),
+        (17, (6144, 4096), 1, False, (32, 64, 128, 4)),
+        (32, (24576, 4096), 1, True, (32, 64, 64, 5)),
+        (64, (4096, 12288), 2, False, (64, 64, 256, 3)),
+    ],
+)
+def test_tiles_are_those_that_were_measured(
+    rows: int, weight: tuple[int, int], parts: int, silu: bool, tile: tuple[int, ...]
+) -> None:
+    assert few_rows.few_rows_tile(rows, *weight, parts, silu, 227 << 10) == tile
 
 
 def test_who_is_split() -> None:
-    """Qwen3-0.6B's o and down projections; not a weight that has enough outputs by itself, and
-    never one row: all programs of the next norm read it."""
-    o, down, qkv = (
-        torch.empty(shape, device="meta") for shape in [(1024, 2048), (1024, 3072), (4096, 1024)]
-    )
-    assert {few_rows.num_parts(1, weight) for weight in (o, down, qkv)} == {1}
-    assert [few_rows.num_parts(2, weight) for weight in (o, down, qkv)] == [4, 4, 1]
+    """Qwen3-0.6B's o and down projections, and 8B's; not a weight that has enough outputs by
+    itself, and never one row: all programs of the next norm read it."""
+    shapes = [(1024, 2048), (1024, 3072), (4096, 4096), (4096, 12288), (6144, 4096), (6144, 1024)]
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    assert {few_rows.num_parts(1, weight) for weight in weights} == {1}
+    for rows in (2, 128):
+        assert [few_rows.num_parts(rows, weight) for weight in weights] == [4, 4, 2, 2, 1, 1]
+    assert [few_rows.num_parts(129, weight) for weight in weights[:2]] == [2, 4]
 
 
 def test_a_split_product_and_the_norm_after_it(
@@ -255,7 +276,7 @@ def test_a_split_product_and_the_norm_after_it(
 ) -> None:
     """As in a layer: a row-parallel projection whose summands the next norm adds up, against the
     plain layers."""
-    proj = RowParallelLinear(1120, 64, False, TensorParallel())
+    proj = RowParallelLinear(1120, 64, False, TensorParallel(), turn=1)
     proj.weight.data = (torch.randn(64, 1120) / 33).to(device, HALF)
     norm = RMSNorm(64, 1e-6)
     norm.weight.data = (torch.rand(64) + 0.5).to(device, HALF)

@@ -9,8 +9,8 @@ before it waits for its input. Needs triton to import.
 Where it is used was measured on an H200. One row, Qwen3-0.6B: o 2.3 us by a former kernel, 12.8 by
 cuBLAS; a layer's products and norms 17.0 by the former, 12.7 now. Several, in a whole decode step
 of that model at context 640: 16 rows, qkv and gate_up by cuBLAS, o and down by the former 1,385 us,
-all by this 1,173; 64 rows 2,226 and 1,973. 128 rows, o by cuBLAS 3,434 us, by this 3,298, then down
-too 3,273; 256 rows, o by cuBLAS 5,788, down 5,774, none 5,715.
+all by this 1,173; 64 rows 2,226 and 1,973. 256 rows, o by cuBLAS 5,082 us, down 5,042, none 4,994.
+Six layers of Qwen3-8B: 16 rows, all by cuBLAS 1,199 us, by this 1,148.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,12 @@ from nanovllm.layers.decode_kernels import gpu_limits
 from nanovllm.layers.fused_kernels import add_rms_norm
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 
-# Several rows: of weights with at most NARROW outputs, whose sums are split into PARTS; of others,
-# while cuBLAS's tiles of them do not fill the GPU either.
+# Several rows. Of a weight with at most NARROW outputs the sums are split into PARTS, of one with
+# twice as many into half as many.
 NARROW, PARTS, MAX_SPLIT_ROWS = 2048, 4, 256
-MAX_WEIGHTS, MAX_ROWS = 8 << 20, 64
+# Others, while cuBLAS's tiles of them do not fill the GPU either: up to MAX_ROWS, half of them of a
+# large weight, if it has outputs enough.
+MAX_WEIGHTS, MAX_ROWS, WIDE = 8 << 20, 64, 6144
 MULTIPLE = 32  # of which several rows' inputs are one
 # Inputs up to which one row is normalized where it is multiplied: every program reads all of row,
 # residual and norm weight, and the more inputs, the fewer outputs its registers have room for. With
@@ -148,17 +150,23 @@ def serves(x: torch.Tensor, weight: torch.Tensor, may_split: bool = False) -> bo
     may be split, or not."""
     if not kernels.usable(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if weight.shape[1] % MULTIPLE:
-        return len(x) == 1
-    if len(weight) <= NARROW:
-        return len(x) <= (MAX_SPLIT_ROWS if may_split else 1)
-    return len(x) <= (MAX_ROWS if weight.numel() <= MAX_WEIGHTS else 1)
+    num_rows, (outputs, inputs) = len(x), weight.shape
+    if num_rows == 1 or inputs % MULTIPLE:
+        return num_rows == 1
+    if outputs <= NARROW:
+        return may_split and num_rows <= MAX_SPLIT_ROWS
+    if weight.numel() <= MAX_WEIGHTS or (may_split and outputs <= 2 * NARROW):
+        return num_rows <= MAX_ROWS
+    return outputs >= WIDE and num_rows <= MAX_ROWS // 2
 
 
 def num_parts(num_rows: int, weight: torch.Tensor) -> int:
     """Into how many parts to split the sum, where the outputs alone are too few programs for a GPU.
     One row is not split: every program of the next product would read all parts."""
-    return PARTS if num_rows > 1 and len(weight) <= NARROW else 1
+    outputs, inputs = weight.shape
+    if num_rows == 1 or outputs > 2 * NARROW:
+        return 1
+    return PARTS // 2 if outputs > NARROW or (num_rows > 128 and inputs <= 2048) else PARTS
 
 
 class Tile(NamedTuple):
@@ -170,20 +178,25 @@ class Tile(NamedTuple):
     stages: int
 
 
-def few_rows_tile(num_rows: int, in_features: int, silu: bool, shared: int) -> Tile:
-    """What was measured best on an H200 in the steps of Qwen3-0.6B, cut to `shared` bytes of memory
-    and to what divides the inputs."""
-    rows = 16 if num_rows <= 32 else 32 if num_rows <= 64 else 64
+def few_rows_tile(
+    num_rows: int, outputs: int, inputs: int, parts: int, silu: bool, shared: int
+) -> Tile:
+    """What was measured best on an H200 in the steps of Qwen3-0.6B and 8B, for a weight [outputs,
+    inputs], cut to `shared` bytes of memory and to what divides the inputs."""
+    is_large = outputs * inputs > MAX_WEIGHTS
+    # A large weight is to come from memory once; a small one stays in L2, and more programs pay.
+    rows = num_rows if is_large else triton.cdiv(num_rows, 2)
+    rows = min(max(triton.next_power_of_2(rows), 16), 64)
     if silu:
-        inputs, stages = (64, 5) if num_rows <= 32 else (128, 3)
+        tile_in, stages = (64, 5) if num_rows <= 32 else (128, 3)
     elif num_rows <= 64:
-        inputs, stages = 256, 3
+        tile_in, stages = (128, 4) if is_large and parts == 1 else (256, 3)
     else:
-        inputs, stages = (128, 4) if num_rows <= 128 else (64, 4)
+        tile_in, stages = (128, 4) if num_rows <= 128 or inputs <= 2048 else (64, 4)
     row_bytes = 2 * (rows + (128 if silu else 64))
-    while inputs * stages * row_bytes > shared or in_features % inputs:
-        inputs //= 2
-    return Tile(rows, 64, inputs, stages)
+    while tile_in * stages * row_bytes > shared or inputs % tile_in:
+        tile_in //= 2
+    return Tile(rows, 64, tile_in, stages)
 
 
 def one_row_tile(in_features: int, width: int, silu: bool) -> tuple[int, int, int]:
@@ -255,7 +268,8 @@ def few_rows_linear(
     if num_rows == 1:
         return one_row_linear(x, weight, silu, out=out)[0]
     width = len(weight) // 2 if silu else len(weight)
-    tile = few_rows_tile(num_rows, in_features, silu, gpu_limits(x.device)[1])
+    shared = gpu_limits(x.device)[1]
+    tile = few_rows_tile(num_rows, *weight.shape, parts, silu, shared)
     per_part = triton.cdiv(triton.cdiv(in_features, parts), tile.inputs) * tile.inputs
     parts = triton.cdiv(in_features, per_part)
     if out is None:

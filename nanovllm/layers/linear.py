@@ -154,8 +154,8 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         bias: bool,
         tp: TensorParallel,
+        turn: int,
         what: str = "the layer's input width",
-        turn: int = 0,
     ) -> None:
         """turn: as in `TensorParallel.summand`. Raises ValueError if `tp.size` does not divide
         in_features."""

@@ -111,7 +111,7 @@ class Qwen3MLP(nn.Module):
             config.hidden_size, {"gate": width, "up": width}, False, tp, "intermediate_size"
         )
         self.down_proj = RowParallelLinear(
-            width, config.hidden_size, False, tp, "intermediate_size", turn=2
+            width, config.hidden_size, False, tp, turn=2, what="intermediate_size"
         )
 
     def forward(self, norm: RMSNorm, stream: Stream) -> Stream:
