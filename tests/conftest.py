@@ -1,6 +1,7 @@
 """What all test files share: the rule for GPU tests, and a few fixtures."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import torch
 if not torch.cuda.is_available():
     # Read when triton is first imported: without a GPU its kernels run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A job that a shell started in the background ignores Ctrl-C, and so would the processes that the
+# tests of it start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models here are tiny: on a busy machine, threads waiting for each other can take a hundred
 # times as long as the work. With one, results do not depend on the number of cores either.

@@ -18,6 +18,9 @@ from nanovllm.utils.context import Context
 module = pytest.importorskip("nanovllm.layers.decode_attention", reason="triton is not installed")
 decode_kernels = pytest.importorskip("nanovllm.layers.decode_kernels")
 work_list = decode_kernels.work_list
+DEEP, LARGE, SMALL, MANY = (
+    getattr(decode_kernels, name) for name in ("DEEP", "LARGE", "SMALL", "MANY")
+)
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -200,7 +203,7 @@ def test_how_a_batch_is_cut_changes_nothing(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("tile", decode_kernels.TILES[1:], ids=str)
+@pytest.mark.parametrize("tile", [LARGE, SMALL, *MANY], ids=str)
 def test_tiles_of_large_batches(
     tile: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,20 +218,29 @@ H200, A100, RTX = (132, 227 << 10), (108, 163 << 10), (84, 99 << 10)
 @pytest.mark.parametrize(
     ("gpu", "programs", "row_bytes", "tile"),
     [
-        (H200, 8, 256, (128, 2)),
-        (H200, 792, 256, (128, 2)),  # three on a multiprocessor, twice
-        (H200, 800, 256, (32, 3)),  # 1.2 waves of five
-        (H200, 1024, 256, (64, 2)),  # 1.6
-        (H200, 1280, 256, (64, 2)),  # 1.9
-        (H200, 1408, 256, (32, 3)),  # 2.1
-        (H200, 1920, 256, (64, 2)),  # 2.9
-        (H200, 2048, 256, (32, 3)),  # 3.1
-        (H200, 2048, 128, (64, 2)),  # 1.7 waves of nine
+        (H200, 8, 256, DEEP),
+        (H200, 132, 256, DEEP),  # one on a multiprocessor
+        (H200, 136, 256, LARGE),
+        (H200, 396, 256, LARGE),  # three
+        (H200, 400, 256, SMALL),
+        (H200, 528, 256, SMALL),  # four
+        (H200, 536, 256, LARGE),
+        (H200, 792, 256, LARGE),  # three, twice
+        (H200, 800, 256, MANY[1]),  # 1.2 waves of five
+        (H200, 1024, 256, MANY[0]),  # 1.6
+        (H200, 1280, 256, MANY[0]),  # 1.9
+        (H200, 1408, 256, MANY[1]),  # 2.1
+        (H200, 1920, 256, MANY[0]),  # 2.9
+        (H200, 2048, 256, MANY[1]),  # 3.1
+        (H200, 2048, 128, MANY[0]),  # 1.7 waves of nine
         (H200, 2048, 512, (32, 3)),
-        (A100, 432, 256, (128, 2)),  # two on a multiprocessor, twice
-        (A100, 440, 256, (32, 3)),  # 1.02 waves of four
-        (RTX, 168, 256, (128, 2)),
-        (RTX, 169, 256, (32, 3)),
+        (A100, 108, 256, DEEP),
+        (A100, 216, 256, LARGE),  # two on a multiprocessor
+        (A100, 432, 256, LARGE),
+        (A100, 440, 256, MANY[1]),  # 1.02 waves of four
+        (RTX, 8, 256, LARGE),  # DEEP does not fit
+        (RTX, 168, 256, LARGE),
+        (RTX, 169, 256, MANY[1]),
         (RTX, 2048, 512, (32, 3)),
     ],
 )
@@ -239,22 +251,9 @@ def test_tile_shape(
     tile: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first for two waves; after that the second where the last wave is fuller than half."""
+    """By how many programs a multiprocessor has, and how many it can run at once."""
     monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: gpu)
     assert decode_kernels.tile_shape(programs, row_bytes, torch.device("cpu")) == tile
-
-
-@pytest.mark.parametrize(("num_seqs", "shares"), [(49, 32), (50, 64)])
-def test_contexts_are_cut_finer_where_not_all_run_at_once(
-    num_seqs: int, shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8 KV heads each, and 396 programs at once on an H200."""
-    monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: H200)
-    lens = torch.full((num_seqs,), 5, dtype=torch.int32, device=device)
-    attention = module.DecodeAttention()
-    cache = torch.empty(1, 256, 8, 128, dtype=torch.bfloat16, device="meta")
-    attention.plan(Context(is_prefill=False, slot_mapping=lens, context_lens=lens), cache)
-    assert len(attention.planned[1]) == num_seqs + shares
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -9,19 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.decode_kernels import (
-    merged_parts,
-    num_at_once,
-    tile_shape,
-    work_item,
-    work_list,
-)
+from nanovllm.layers.decode_kernels import merged_parts, tile_shape, work_item, work_list
 from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
 from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
 from nanovllm.utils.context import Context
 
 # Equal shares of what is read, over all KV heads: of long contexts two for each multiprocessor of a
-# large GPU, of others (see work_list) one. Twice as many where not all programs run at once.
+# large GPU, of others (see work_list) one.
 PROGRAMS = 256
 
 
@@ -210,10 +204,8 @@ class DecodeAttention:
         *_, num_kv_heads, head_dim = k_cache.shape
         lens = context.context_lens
         row_bytes = triton.next_power_of_2(head_dim) * k_cache.element_size()
-        programs = len(lens) * num_kv_heads
-        tile = tile_shape(programs, row_bytes, lens.device)
-        wave = num_at_once(tile, row_bytes, lens.device)
-        shares = max(PROGRAMS * (1 if programs <= wave else 2) // num_kv_heads, 1)
+        tile = tile_shape(len(lens) * num_kv_heads, row_bytes, lens.device)
+        shares = max(PROGRAMS // num_kv_heads, 1)
         self.planned = lens, work_list(lens, shares, keys=tile[0]), tile
 
     def __call__(

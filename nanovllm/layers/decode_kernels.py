@@ -12,7 +12,8 @@ import triton.language as tl
 LONG = 1024  # positions that a program had better read alone than in two halves
 # (positions of a tile, stages of the pipeline): all but one of its stages are tiles of k and of v
 # on their way.
-TILES = ((128, 2), (64, 2), (32, 3))
+DEEP, LARGE, SMALL = (64, 4), (128, 2), (32, 4)
+MANY = (64, 2), (32, 3)  # with either, as many programs run at once
 
 
 @functools.cache
@@ -24,26 +25,27 @@ def gpu_limits(device: torch.device) -> tuple[int, int]:
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
-def num_at_once(tile: tuple[int, int], row_bytes: int, device: torch.device) -> int:
-    """How many programs with such a tile of positions of so many bytes a GPU runs at once."""
-    multiprocessors, shared = gpu_limits(device)
-    keys, stages = tile
-    return multiprocessors * (shared // ((stages - 1) * keys * row_bytes * 2 + (7 << 10)))
-
-
 def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
-    """Which of TILES for so many programs and positions of so many bytes. The first, which does
-    least beside reading, while they come in two waves at most. Of the others, of which more run at
-    once, the second where the last wave is more than half full, else the third: of its programs
-    fewer cover the memory's latency. Decode steps of Qwen3-0.6B on an H200, microseconds with each
-    of the three: 32 contexts 1,987, 2,316, 2,678; 160 5,560, 5,375, 5,404; 256 5,234, 5,144, 5,104.
-    """
+    """The tile and stages for so many programs and positions of so many bytes. The fewer programs
+    there are, the more of the memory's latency each must cover; where not all run at once it counts
+    how full the last wave is. Chosen by decode steps of Qwen3-0.6B on an H200, 16 to 256 contexts
+    as they are in the midst of a load, microseconds with DEEP, LARGE, SMALL and MANY: 16 1,630,
+    1,694, 1,840; 32 2,295, 2,246, 2,576; 64 of one length 2,978, 3,084, 2,810; 96 4,328, 4,196,
+    4,268; 160 LARGE 5,667, SMALL 5,751, MANY 5,506 and 5,539; 176 5,753, 5,716, 5,811 and 5,691."""
     if row_bytes > 256:
         return 32, 3  # not every GPU has the shared memory for more
-    most, more = (num_at_once(tile, row_bytes, device) for tile in TILES[:2])
-    if programs <= 2 * most:
-        return TILES[0]
-    return TILES[1] if programs / more % 1 > 0.5 else TILES[2]
+    multiprocessors, shared = gpu_limits(device)
+
+    def at_once(tile: tuple[int, int]) -> int:
+        keys, stages = tile
+        return multiprocessors * (shared // ((stages - 1) * keys * row_bytes * 2 + (7 << 10)))
+
+    if programs <= min(multiprocessors, at_once(DEEP)):
+        return DEEP
+    for tile, waves in ((LARGE, 1), (SMALL, 1), (LARGE, 2)):
+        if programs <= waves * at_once(tile):
+            return tile
+    return MANY[0] if programs / at_once(MANY[0]) % 1 > 0.5 else MANY[1]
 
 
 @triton.jit
