@@ -162,10 +162,16 @@ def kill(llm: LLM, phase: str) -> None:
     assert time.monotonic() - before < 10, phase
 
 
+@pytest.fixture(scope="module")
+def kept_by_cuda(folder: Path) -> None:
+    """An engine has run: what CUDA and NCCL load for it, a process keeps."""
+    with start(folder) as llm:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+@pytest.mark.usefixtures("kept_by_cuda")
 def test_memory_is_given_back(folder: Path) -> None:
     """On both GPUs, to within what CUDA keeps per process."""
-    with start(folder, size=1) as llm:
-        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     for _ in range(2):
         with start(folder) as llm:
@@ -178,7 +184,7 @@ def test_memory_is_given_back(folder: Path) -> None:
 
 
 @pytest.fixture
-def all_memory_free() -> Iterator[None]:
+def all_memory_free(kept_by_cuda: None) -> Iterator[None]:
     """No GPU has less free after the test than before, but for what CUDA keeps per process."""
     free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
     yield

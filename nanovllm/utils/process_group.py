@@ -36,6 +36,8 @@ GPU_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # And a failed kernel by aborting it, before the next call could raise what went wrong.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # NVLink multicast is no part of what is used here, and not safe on every shared host.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
