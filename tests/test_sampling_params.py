@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
@@ -57,6 +58,9 @@ OUT_OF_BOUNDS = [
     ({"temperature": -1}, "finite and >= 0"),
     ({"temperature": -1e-9}, "finite and >= 0"),
     ({"temperature": 10**400}, "finite and >= 0"),
+    ({"temperature": np.float32(np.inf)}, "finite and >= 0"),
+    ({"temperature": np.float16(-1)}, "finite and >= 0"),
+    ({"top_p": np.float32(0)}, "in (0, 1]"),
     ({"top_k": -2}, ">= -1"),
     ({"top_p": 0}, "in (0, 1]"),
     ({"top_p": -0.1}, "in (0, 1]"),

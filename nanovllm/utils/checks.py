@@ -21,7 +21,9 @@ def check_number(
     puts in words."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {bounds}, got {value!r}")
-    if not low <= value <= high:  # NaN as well
+    # numpy would round the bounds to the value's own, narrower type.
+    number = value.item() if hasattr(value, "item") else value
+    if not low <= number <= high:  # NaN as well
         raise ValueError(f"{name} must be {bounds}, got {value!r}")
 
 
