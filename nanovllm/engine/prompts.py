@@ -57,8 +57,8 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
             raise ValueError("the prompt has no token ids: give at least one")
     else:
         raise TypeError(
-            f"a prompt must be text or a list of token ids, got {prompt!r} (a list of prompts, which "
-            "generate takes, is as [[1, 2, 3]]; an array has tolist())"
+            f"a prompt must be text or a list of token ids, got {prompt!r} (a list of prompts, for "
+            "generate, is as [[1, 2, 3]]; an array has tolist())"
         )
     check_ids(token_ids, vocab_size, "token id")
     return token_ids
