@@ -45,7 +45,8 @@ def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int
     for tile, waves in ((LARGE, 1), (SMALL, 1), (LARGE, 2)):
         if programs <= waves * at_once(tile):
             return tile
-    return MANY[0] if programs / at_once(MANY[0]) % 1 > 0.5 else MANY[1]
+    empty = -programs / at_once(MANY[0]) % 1  # of the last wave
+    return MANY[0] if empty < 0.5 else MANY[1]
 
 
 @triton.jit
