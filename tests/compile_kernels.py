@@ -43,6 +43,7 @@ ODD = replace(
     dtype="float16",
 )
 FLOAT32 = replace(SHALLOW, head_dim=64, dtype="float32")
+LARGE_HEADS = replace(FLOAT32, head_dim=256)
 
 
 def stand_in(capability: int, shared_kib: int) -> None:
@@ -127,3 +128,4 @@ if __name__ == "__main__":
     if capability in (86, 90):
         compile_all(ODD, 16, [3], top_p=1)  # blocks no multiples of attention's inner step
         compile_all(FLOAT32, 256, [3], top_k=1)
+        compile_all(LARGE_HEADS, 256, [3], top_k=1)

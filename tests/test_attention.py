@@ -32,7 +32,7 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 class PagedStep:
     """A step over sequences of the given lengths, whose K/V stand in a pool out of order. What the
-    pool holds elsewhere is large, so that reading it shows."""
+    pool holds elsewhere is NaN, as a request whose logits overflowed may have left it."""
 
     def __init__(
         self, lens_q: list[int], lens_k: list[int], group: int, head_dim: int, block_size: int
@@ -44,7 +44,7 @@ class PagedStep:
         self.tables = torch.full((len(lens_k), max(counts) + 1), -1, dtype=torch.int32)
         for row, table in zip(self.tables, shuffled, strict=True):
             row[: len(table)] = table
-        pool = torch.full((2, sum(counts) + 2, block_size, KV_HEADS, head_dim), 1e3)
+        pool = torch.full((2, sum(counts) + 2, block_size, KV_HEADS, head_dim), torch.nan)
         self.k_cache, self.v_cache = pool
         self.q = [torch.randn(length, KV_HEADS * group, head_dim) for length in lens_q]
         self.k = [torch.randn(length, KV_HEADS, head_dim) for length in lens_k]
@@ -132,11 +132,11 @@ def test_padding_rows_change_no_other_row() -> None:
 
 
 def test_scale_is_the_callers() -> None:
-    """Scale 0 gives the mean of the values that a position may see."""
+    """A scale next to 0 gives the mean of the values that a position may see."""
     v = torch.randn(4, 1, 16)
     x, ends = torch.randn(4, 1, 16), torch.tensor([0, 4], dtype=torch.int32)
     context = Context(True, torch.full((4,), -1), ends, ends, 4, 4)
-    out = torch_attention(x, x, v, torch.empty(0), torch.empty(0), context, 0.0)
+    out = torch_attention(x, x, v, torch.empty(0), torch.empty(0), context, 1e-9)
     means = torch.stack([v[: i + 1].mean(0) for i in range(4)])
     torch.testing.assert_close(out, means)
 

@@ -399,8 +399,7 @@ def test_fall_backs_give_the_same_tokens(
         monkeypatch.setattr("nanovllm.layers.attention.flash_attn_varlen_func", None)
         monkeypatch.setattr("nanovllm.layers.attention.flash3_varlen_func", None)
     else:
-        for name in ("fused_kernels", "few_rows", "decode_attention"):
-            monkeypatch.setattr(f"nanovllm.layers.{name}.use_pdl", lambda x: False)
+        monkeypatch.setattr("nanovllm.layers.pdl.HAS_PDL", False)
     llm = build(TINY_QWEN3, max_num_seqs=4)
     assert (llm.model_runner.graphs is None) == (fall_back == "no triton")
     reference = load_reference(TINY_QWEN3).cuda()

@@ -7,7 +7,7 @@ from nanovllm.layers import kernels
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for x = [gate | up]: [..., 2 d] -> [..., d] (Shazeer 2020)."""
+    """silu(gate) * up for x = [gate | up]: [T, 2 d] -> [T, d] (Shazeer 2020)."""
     if kernels.usable(x):
         from nanovllm.layers.fused_kernels import silu_and_mul_fused
 

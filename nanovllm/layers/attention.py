@@ -57,16 +57,20 @@ def torch_attention(
         if context.block_tables is not None:
             slots = _slots(context.block_tables[i : i + 1], len_k, k_cache.shape[1])[0]
             keys, values = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
-        # Query row r is position len_k - len_q + r: the causal mask is aligned bottom right.
-        mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-        out[rows] = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1),  # [heads, len_q, d]
-            keys.transpose(0, 1),
-            values.transpose(0, 1),
+        is_whole, mask = len_q == len_k, None
+        if not is_whole:  # or torch has kernels that need no mask
+            # Query row r is position len_k - len_q + r: the causal mask is aligned bottom right.
+            mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+        attended = F.scaled_dot_product_attention(
+            q[rows].transpose(0, 1)[None],  # [1, heads, len_q, d]: such kernels want a batch
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             attn_mask=mask,
+            is_causal=is_whole,
             scale=scale,
             enable_gqa=True,
-        ).transpose(0, 1)
+        )
+        out[rows] = attended[0].transpose(0, 1)
     return out
 
 
@@ -77,10 +81,15 @@ def _torch_decode(
     longest = int(context.context_lens.max())
     slots = _slots(context.block_tables, longest, k_cache.shape[1])  # [N, L]
     mask = torch.arange(longest, device=q.device) < context.context_lens.unsqueeze(1)  # [N, L]
+    # Zero where the mask hides it: it may be NaN, and so would the whole row be.
+    keys, values = (
+        cache.flatten(0, 1)[slots].masked_fill(~mask[:, :, None, None], 0).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )  # [N, kv_heads, L, d]
     out = F.scaled_dot_product_attention(
         q.unsqueeze(2),  # [N, heads, 1, d]
-        k_cache.flatten(0, 1)[slots].transpose(1, 2),  # [N, kv_heads, L, d]
-        v_cache.flatten(0, 1)[slots].transpose(1, 2),
+        keys,
+        values,
         attn_mask=mask[:, None, None, :],
         scale=scale,
         enable_gqa=True,
@@ -90,7 +99,7 @@ def _torch_decode(
 
 def _slots(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
     """Pool slots of positions 0..length-1: [N, length]. A table's -1 padding reads slot 0 and up,
-    whose (finite) content the caller masks out."""
+    whose content the caller masks out."""
     positions = torch.arange(length, device=block_tables.device)
     blocks = block_tables[:, positions // block_size].clamp_min(0).long()
     return blocks * block_size + positions % block_size

@@ -5,13 +5,15 @@ part of a context, its group of query heads being the rows of the products (Dao 
 "Flash-Decoding" when a context is cut into several). Needs triton to import.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.layers.decode_kernels import merged_parts, tile_shape, work_item, work_list
 from nanovllm.layers.fused_kernels import load_halves, norm_and_rotate
-from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
+from nanovllm.layers.pdl import pdl_launch, pdl_options, pdl_wait
 from nanovllm.utils.context import Context
 
 # Equal shares of what is read, over all KV heads: of long contexts two for each multiprocessor of a
@@ -55,19 +57,18 @@ def _decode_attention_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    SMALL: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each (item of the work list, KV head), in this order; those behind the list's
-    end, fixed by a CUDA graph, have nothing to do.
+    """A program for each (item of the work list, KV head), in this order. A CUDA graph fixes how
+    many; those behind the list's end return at once.
 
-    Before the wait it reads what no kernel of this step's layers writes: what is the step's, by
-    copies or kernels without PDL, which end before anything after them begins (the embedding is one
-    in every step). Only qkv comes from this layer.
+    Before the wait a program reads only what was finished before the step's first kernel with PDL
+    began: the work list, lengths, slots, block tables and weights. qkv comes from this layer.
 
     The new position's k and v are used from registers by the context's first part, which also
     stores them; all parts read the pool only before that position, so no program reads what another
@@ -92,7 +93,7 @@ def _decode_attention_kernel(
         qkv_ptr += seq * qkv_stride
         row = tl.arange(0, ROWS)[:, None]
         col = tl.arange(0, HALF)[None, :]
-        wide = tl.arange(0, WIDE)[None, :]
+        dim = tl.arange(0, DIM_PADDED)[None, :]
         in_row = col < DIM // 2
         num_new = tl.where(part == 0, DIM, 0)  # the other parts have no use for the new k and v
         new = col < num_new // 2
@@ -108,14 +109,14 @@ def _decode_attention_kernel(
         k_from = qkv_ptr + HEADS * DIM + head_at + tl.arange(0, 1)[:, None] * DIM + col
         q_a, q_b = load_halves(q_from, (row < GROUP) & in_row, DIM)
         k_a, k_b = load_halves(k_from, new, DIM)
-        v_from = qkv_ptr + (HEADS + KV_HEADS) * DIM + head_at + wide
-        new_v = tl.load(v_from, mask=wide < num_new, other=0.0)
+        v_from = qkv_ptr + (HEADS + KV_HEADS) * DIM + head_at + dim
+        new_v = tl.load(v_from, mask=dim < num_new, other=0.0)
 
         qa, qb = norm_and_rotate(q_a, q_b, q_wa, q_wb, cos, sin, eps, DIM)
         qa, qb = qa.to(dtype), qb.to(dtype)
-        best = tl.full((ROWS,), float("-inf"), tl.float32)
-        sums = tl.zeros((ROWS, KEYS), tl.float32)  # of weights; added up once, at the end
-        acc = tl.zeros((ROWS, WIDE), tl.float32)
+        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((ROWS, KEYS), tl.float32)  # of weights; added up once, at the end
+        acc = tl.zeros((ROWS, DIM_PADDED), tl.float32)
         if part == 0:
             new_ka, new_kb = norm_and_rotate(k_a, k_b, k_wa, k_wb, cos, sin, eps, DIM)
             new_ka, new_kb = new_ka.to(dtype), new_kb.to(dtype)
@@ -124,11 +125,11 @@ def _decode_attention_kernel(
                 to = slot * (KV_HEADS * DIM) + head_at
                 tl.store(k_cache_ptr + to + col, new_ka, mask=in_row)
                 tl.store(k_cache_ptr + to + DIM // 2 + col, new_kb, mask=in_row)
-                tl.store(v_cache_ptr + to + wide, new_v, mask=wide < DIM)
+                tl.store(v_cache_ptr + to + dim, new_v, mask=dim < DIM)
             product = qa.to(tl.float32) * new_ka.to(tl.float32)
             product += qb.to(tl.float32) * new_kb.to(tl.float32)
-            best = tl.sum(product, axis=1) * log2_scale
-            sums += tl.where(key == 0, 1.0, 0.0)[None, :]
+            row_max = tl.sum(product, axis=1) * log2_scale
+            row_sum += tl.where(key == 0, 1.0, 0.0)[None, :]
             acc += new_v.to(tl.float32)
 
         half = tl.arange(0, HALF)[:, None]
@@ -145,43 +146,49 @@ def _decode_attention_kernel(
             k_mask = (half < DIM // 2) & valid[None, :]
             ka = tl.load(k_cache_ptr + offset[None, :] + half, mask=k_mask, other=0.0)
             kb = tl.load(k_cache_ptr + offset[None, :] + DIM // 2 + half, mask=k_mask, other=0.0)
-            v_mask = valid[:, None] & (wide < DIM)
-            v = tl.load(v_cache_ptr + offset[:, None] + wide, mask=v_mask, other=0.0)
+            v_mask = valid[:, None] & (dim < DIM)
+            v = tl.load(v_cache_ptr + offset[:, None] + dim, mask=v_mask, other=0.0)
             scores = tl.dot(qa, ka, input_precision=PRECISION)
             scores += tl.dot(qb, kb, input_precision=PRECISION)
             scores = tl.where(valid[None, :], scores * log2_scale, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
-            weight = tl.exp2(scores - new_best[:, None])
-            fade = tl.exp2(best - new_best)
-            sums = sums * fade[:, None] + weight
-            acc = acc * fade[:, None] + tl.dot(weight.to(dtype), v, input_precision=PRECISION)
-            best = new_best
+            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+            p = tl.exp2(scores - new_max[:, None])
+            alpha = tl.exp2(row_max - new_max)
+            row_sum = row_sum * alpha[:, None] + p
+            acc = acc * alpha[:, None] + tl.dot(p.to(dtype), v, input_precision=PRECISION)
+            row_max = new_max
 
-        total = tl.sum(sums, axis=1)
+        total = tl.sum(row_sum, axis=1)
         out_ptr += (seq * HEADS + kv_head * GROUP) * DIM
         if num_parts == 1:
             out = (acc / total[:, None]).to(dtype)
-            tl.store(out_ptr + row * DIM + wide, out, mask=(row < GROUP) & (wide < DIM))
+            tl.store(out_ptr + row * DIM + dim, out, mask=(row < GROUP) & (dim < DIM))
         else:
             # As in the list, the parts of a context are next to each other.
             here = kv_head.to(tl.int64) * num_items + item
-            compact = here * (SMALL * WIDE) + row * WIDE + wide
+            compact = here * (GROUP_PADDED * DIM_PADDED) + row * DIM_PADDED + dim
             tl.store(part_ptr + compact, acc, mask=row < GROUP)
             each = tl.arange(0, ROWS)
-            stats = part_stats_ptr + here * (2 * SMALL) + each
-            tl.store(stats, best, mask=each < GROUP)
-            tl.store(stats + SMALL, total, mask=each < GROUP)
+            stats = part_stats_ptr + here * (2 * GROUP_PADDED) + each
+            tl.store(stats, row_max, mask=each < GROUP)
+            tl.store(stats + GROUP_PADDED, total, mask=each < GROUP)
             # All threads' stores come before the count, which releases them to the last program.
             tl.debug_barrier()
             counter_ptr += seq * KV_HEADS + kv_head
             done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if done == num_parts - 1:
                 merged = merged_parts(
-                    part_ptr, part_stats_ptr, here - part, num_parts, GROUP, SMALL, WIDE
+                    part_ptr,
+                    part_stats_ptr,
+                    here - part,
+                    num_parts,
+                    GROUP,
+                    GROUP_PADDED,
+                    DIM_PADDED,
                 )
-                head = tl.arange(0, SMALL)[:, None]
-                mask = (head < GROUP) & (wide < DIM)
-                tl.store(out_ptr + head * DIM + wide, merged.to(dtype), mask=mask)
+                head = tl.arange(0, GROUP_PADDED)[:, None]
+                mask = (head < GROUP) & (dim < DIM)
+                tl.store(out_ptr + head * DIM + dim, merged.to(dtype), mask=mask)
                 tl.store(counter_ptr, 0)  # ready for the next launch
 
 
@@ -232,14 +239,13 @@ class DecodeAttention:
         assert qkv.stride(2) == 1 and qkv.stride(1) == head_dim
         num_heads = num_rows - 2 * num_kv_heads
         group = num_heads // num_kv_heads
-        small = triton.next_power_of_2(group)
-        rows = max(small, 16)  # the least that a tensor core takes
-        wide = max(triton.next_power_of_2(head_dim), 16)
+        group_padded = triton.next_power_of_2(group)
+        rows = max(group_padded, 16)  # the least that a tensor core takes
+        dim_padded = max(triton.next_power_of_2(head_dim), 16)
         num_items = len(work)
         out = torch.empty(num_seqs, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-        shape = (num_items - num_seqs, num_kv_heads, small, wide)
+        shape = (num_items - num_seqs, num_kv_heads, group_padded, dim_padded)
         parts, stats, counters = self._scratch(num_seqs, shape, qkv.device)
-        pdl = use_pdl(qkv)
         _decode_attention_kernel[(num_items * num_kv_heads,)](
             qkv,
             qkv.stride(0),
@@ -260,37 +266,36 @@ class DecodeAttention:
             parts,
             stats,
             counters,
-            scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
+            scale * math.log2(math.e),  # the kernel's exponentials are powers of two
             HEADS=num_heads,
             KV_HEADS=num_kv_heads,
             GROUP=group,
             DIM=head_dim,
             BLOCK_SIZE=k_cache.shape[1],
             ROWS=rows,
-            SMALL=small,
+            GROUP_PADDED=group_padded,
             HALF=max(triton.next_power_of_2(head_dim // 2), 16),
-            WIDE=wide,
+            DIM_PADDED=dim_padded,
             KEYS=keys,
             PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-            PDL=pdl,
             num_warps=4,
             num_stages=num_stages,
-            **({"launch_pdl": True} if pdl else {}),
+            **pdl_options(qkv),
         )
         return out
 
     def _scratch(
         self, num_seqs: int, shape: tuple[int, ...], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Partial results of num_seqs + shares items [items, kv_heads, rows, wide], their maxima
-        and sums, and counters that are 0 between launches. Kept: a CUDA graph remembers where."""
+        """Partial results of num_seqs + shares items [items, kv_heads, rows, dim], their maxima and
+        sums, and counters that are 0 between launches. Kept: a CUDA graph remembers where."""
         num_seqs = triton.next_power_of_2(num_seqs)  # so that batches of all sizes share a few
         key = (num_seqs, *shape)
         if key not in self.scratch:
-            shares, kv_heads, rows, wide = shape
+            shares, kv_heads, rows, dim_padded = shape
             parts = (num_seqs + shares) * kv_heads * rows
             self.scratch[key] = (
-                torch.empty(parts * wide, dtype=torch.float32, device=device),
+                torch.empty(parts * dim_padded, dtype=torch.float32, device=device),
                 torch.empty(parts * 2, dtype=torch.float32, device=device),
                 torch.zeros(num_seqs * kv_heads, dtype=torch.int32, device=device),
             )

@@ -28,13 +28,11 @@ def gpu_limits(device: torch.device) -> tuple[int, int]:
 def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
     """The tile and stages for so many programs and positions of so many bytes. The fewer programs
     there are, the more of the memory's latency each must cover; where not all run at once it counts
-    how full the last wave is. Chosen by decode steps of Qwen3-0.6B on an H200, 16 to 256 contexts
-    as they are in the midst of a load, microseconds with DEEP, LARGE, SMALL and MANY: 16 1,630,
-    1,694, 1,840; 32 2,295, 2,246, 2,576; 64 of one length 2,978, 3,084, 2,810; 96 4,328, 4,196,
-    4,268; 160 LARGE 5,667, SMALL 5,751, MANY 5,506 and 5,539; 176 5,753, 5,716, 5,811 and 5,691."""
-    if row_bytes > 256:
-        return 32, 3  # not every GPU has the shared memory for more
+    how full the last wave is. Chosen by whole decode steps of Qwen3-0.6B on an H200
+    (docs/measurements.md)."""
     multiprocessors, shared = gpu_limits(device)
+    if row_bytes > 256:  # not every GPU has the shared memory for more
+        return 32, 3 if 128 * row_bytes + (20 << 10) <= shared else 2
 
     def at_once(tile: tuple[int, int]) -> int:
         keys, stages = tile
@@ -96,9 +94,9 @@ def _work_list_kernel(
     context_lens = tl.load(context_len_ptr + each, mask=each < num_seqs, other=0)
     past = tl.maximum(context_lens - 1, 0)
     share = tl.cdiv(tl.sum(past.to(tl.int64), axis=0), SHARES)
-    longest = tl.maximum(share, tl.minimum(2 * share, LONG))  # a part
-    longest = tl.maximum(tl.cdiv(longest, KEYS), 1).to(tl.int32) * KEYS
-    parts = tl.maximum(tl.cdiv(past, longest), 1)  # if they were no multiples of KEYS
+    longest = tl.maximum(share, tl.minimum(2 * share, LONG))
+    longest = tl.maximum(tl.cdiv(longest, KEYS), 1).to(tl.int32) * KEYS  # of a part
+    parts = tl.maximum(tl.cdiv(past, longest), 1)  # before each is rounded up to whole tiles
     tiles = tl.maximum(tl.cdiv(tl.cdiv(past, parts), KEYS), 1)
     parts = tl.where(context_lens > 0, tl.maximum(tl.cdiv(past, tiles * KEYS), 1), 0)
     my_parts = tl.sum(tl.where(each == seq, parts, 0), axis=0)
@@ -118,9 +116,10 @@ def work_list(context_lens: torch.Tensor, shares: int, keys: int) -> torch.Tenso
     `work_item` reads them: the longest first, those of one context side by side and in order, 0 for
     what is left of the list. The length of a part is a multiple of `keys`.
 
-    A cut has its price, and pays only where the GPU would wait for a long context: a part is as
-    long as one of `shares` equal shares of all that is to be read, and as two up to LONG positions.
-    So there are never more than N + shares parts, `shares` of one context."""
+    Merging parts costs, so a context is cut only if the GPU would otherwise end up waiting for it:
+    if it is longer than its fair share, 1 / `shares` of all that is to be read, or than two such
+    shares while these are below LONG. That is the length of its parts. So there are never more than
+    N + shares parts, `shares` of one context."""
     num_seqs = len(context_lens)
     work = torch.empty(num_seqs + shares, dtype=torch.int64, device=context_lens.device)
     # One size, so one compilation, for all batches of CUDA graphs.
@@ -147,32 +146,33 @@ def merged_parts(
     first_part,
     num_parts,
     GROUP: tl.constexpr,
-    SMALL: tl.constexpr,
-    WIDE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
 ):
-    """Attention over a whole context, [SMALL, WIDE], of which GROUP rows count, from that over its
-    parts: of each, the weighted sums of values [SMALL, WIDE], and the maximum and the sum of the
-    weights [2, SMALL]. Several in one load, from L2 (.cg), where the other programs' stores are; no
-    more than leave the kernel the registers that `tile_shape` counts on."""
-    CHUNK: tl.constexpr = 32 // SMALL if SMALL < 32 else 1
-    small = tl.arange(0, SMALL)[None, :]
-    wide = tl.arange(0, WIDE)[None, None, :]
-    best = tl.full((SMALL,), -1e30, tl.float32)
-    whole = tl.zeros((SMALL,), tl.float32)
-    merged = tl.zeros((SMALL, WIDE), tl.float32)
+    """Attention over a whole context, [GROUP_PADDED, DIM_PADDED], of which GROUP rows count, from
+    that over its parts: of each the weighted sums of values [GROUP_PADDED, DIM_PADDED], and the
+    maximum and the sum of the weights [2, GROUP_PADDED]. Several in one load, from L2 (.cg), where
+    the other programs' stores are; no more than leave the kernel the registers that `tile_shape`
+    counts on."""
+    CHUNK: tl.constexpr = 32 // GROUP_PADDED if GROUP_PADDED < 32 else 1
+    head = tl.arange(0, GROUP_PADDED)[None, :]
+    dim = tl.arange(0, DIM_PADDED)[None, None, :]
+    row_max = tl.full((GROUP_PADDED,), -1e30, tl.float32)
+    row_sum = tl.zeros((GROUP_PADDED,), tl.float32)
+    acc = tl.zeros((GROUP_PADDED, DIM_PADDED), tl.float32)
     for start in tl.range(0, num_parts, CHUNK, num_stages=1):
         each = start + tl.arange(0, CHUNK)[:, None]
-        there = (each < num_parts) & (small < GROUP)
+        there = (each < num_parts) & (head < GROUP)
         each += first_part
-        at = part_stats_ptr + each * (2 * SMALL) + small
-        bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(at + SMALL, mask=there, other=0.0, cache_modifier=".cg")
-        at = part_ptr + (each * SMALL + small)[:, :, None] * WIDE + wide
+        at = part_stats_ptr + each * (2 * GROUP_PADDED) + head
+        maxima = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(at + GROUP_PADDED, mask=there, other=0.0, cache_modifier=".cg")
+        at = part_ptr + (each * GROUP_PADDED + head)[:, :, None] * DIM_PADDED + dim
         parts = tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, tl.max(bests, axis=0))
-        fade = tl.exp2(best - new_best)
-        share = tl.exp2(bests - new_best[None, :])
-        whole = whole * fade + tl.sum(totals * share, axis=0)
-        merged = merged * fade[:, None] + tl.sum(parts * share[:, :, None], axis=0)
-        best = new_best
-    return merged / whole[:, None]
+        new_max = tl.maximum(row_max, tl.max(maxima, axis=0))
+        alpha = tl.exp2(row_max - new_max)
+        share = tl.exp2(maxima - new_max[None, :])
+        row_sum = row_sum * alpha + tl.sum(sums * share, axis=0)
+        acc = acc * alpha[:, None] + tl.sum(parts * share[:, :, None], axis=0)
+        row_max = new_max
+    return acc / row_sum[:, None]

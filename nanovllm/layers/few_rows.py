@@ -6,11 +6,8 @@ several rows are split over programs, and the next norm adds up their parts. Bot
 SiLU; that for one row also the residual and the norm before a product, and it asks for its weights
 before it waits for its input. Needs triton to import.
 
-Where it is used was measured on an H200. One row, Qwen3-0.6B: o 2.3 us by a former kernel, 12.8 by
-cuBLAS; a layer's products and norms 17.0 by the former, 12.7 now. Several, in a whole decode step
-of that model at context 640: 16 rows, qkv and gate_up by cuBLAS, o and down by the former 1,385 us,
-all by this 1,173; 64 rows 2,226 and 1,973. 256 rows, o by cuBLAS 5,082 us, down 5,042, none 4,994.
-Six layers of Qwen3-8B: 16 rows, all by cuBLAS 1,199 us, by this 1,148.
+Which products are done here and which by cuBLAS, and with which tiles, is what was best in whole
+decode steps on an H200 (docs/measurements.md).
 """
 
 from typing import NamedTuple
@@ -22,7 +19,7 @@ import triton.language as tl
 from nanovllm.layers import kernels
 from nanovllm.layers.decode_kernels import gpu_limits
 from nanovllm.layers.fused_kernels import add_rms_norm
-from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
+from nanovllm.layers.pdl import pdl_launch, pdl_options, pdl_wait
 
 # Several rows. Of a weight with at most NARROW outputs the sums are split into PARTS, of one with
 # twice as many into half as many.
@@ -30,7 +27,7 @@ NARROW, PARTS, MAX_SPLIT_ROWS = 2048, 4, 256
 # Others, while cuBLAS's tiles of them do not fill the GPU either: up to MAX_ROWS, half of them of a
 # large weight, if it has outputs enough.
 MAX_WEIGHTS, MAX_ROWS, WIDE = 8 << 20, 64, 6144
-MULTIPLE = 32  # of which several rows' inputs are one
+MULTIPLE = 32  # the inputs of several rows must be a multiple of it
 # Inputs up to which one row is normalized where it is multiplied: every program reads all of row,
 # residual and norm weight, and the more inputs, the fewer outputs its registers have room for. With
 # 4096 a layer of Qwen3-8B, without attention, takes 107 us on an H200, with its norms apart 98.
@@ -63,6 +60,8 @@ def _one_row_kernel(
     both: out = silu(gate) * up, of OUT / 2 columns."""
     col = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     width: tl.constexpr = OUT // 2 if SILU else OUT
+    if norm_weight_ptr is not None:
+        tl.static_assert(TILE_IN >= IN, "a norm takes the whole row in one tile")
     row_at = weight_ptr + col[:, None].to(tl.int64) * IN
     out = tl.zeros((TILE_OUT,), tl.float32)
     up = tl.zeros((TILE_OUT,), tl.float32)
@@ -78,7 +77,7 @@ def _one_row_kernel(
             pdl_launch(PDL)
             pdl_wait(PDL)
         x = tl.load(x_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
-        if norm_weight_ptr is not None:  # of a row that the first tile has whole
+        if norm_weight_ptr is not None:
             if residual_ptr is not None:
                 x += tl.load(residual_ptr + k, mask=k < IN, other=0.0).to(tl.float32)
                 total = x.to(total_ptr.dtype.element_ty)
@@ -230,7 +229,6 @@ def one_row_linear(
     if out is None:
         out = torch.empty(1, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    pdl = use_pdl(x)
     _one_row_kernel[(triton.cdiv(width, tile_out),)](
         x,
         residual,
@@ -244,9 +242,8 @@ def one_row_linear(
         SILU=silu,
         TILE_OUT=tile_out,
         TILE_IN=tile_in,
-        PDL=pdl,
         num_warps=num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     )
     return out, total
 
@@ -260,8 +257,8 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """x [T, in] contiguous, weight [out, in] -> x W^T [T, out], in `out` if given; with `silu` as
     `one_row_linear`. Several rows have a multiple of MULTIPLE inputs, and may have parts > 1: then
-    it is the summands [parts, T, out] for `add_rms_norm`. Each is rounded, which in all is no more
-    than if the whole were."""
+    it is the summands [parts, T, out] for `add_rms_norm`. Each is rounded to x's dtype, so where
+    parts cancel, the error is relative to them, not to their sum."""
     num_rows, in_features = x.shape
     assert x.is_contiguous()
     assert in_features % MULTIPLE == 0 if num_rows > 1 else parts == 1
@@ -275,7 +272,6 @@ def few_rows_linear(
     if out is None:
         shape = (num_rows, width) if parts == 1 else (parts, num_rows, width)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    pdl = use_pdl(x)
     grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.outputs), parts)
     _few_rows_kernel[grid](
         x,
@@ -290,8 +286,7 @@ def few_rows_linear(
         TILE_OUT=tile.outputs,
         TILE_IN=tile.inputs,
         STAGES=tile.stages,
-        PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     )
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
+from nanovllm.layers.pdl import pdl_launch, pdl_options, pdl_wait
 
 
 @triton.jit
@@ -53,13 +53,13 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual) for x [T, size], or [parts, T, size] whose sum over the
     parts is meant. The new residual overwrites the old one, if there was one."""
+    assert x.is_contiguous()
     num_parts = x.shape[0] if x.dim() == 3 else 1
     num_rows, size = x.shape[-2:]
     out = torch.empty(num_rows, size, dtype=weight.dtype, device=x.device)
     has_residual = residual is not None
     if residual is None:
         residual = x if num_parts == 1 else torch.empty_like(out)
-    pdl = use_pdl(x)
     _add_rms_norm_kernel[(num_rows,)](
         x,
         num_rows * size,
@@ -71,9 +71,8 @@ def add_rms_norm(
         PARTS=num_parts,
         HAS_RESIDUAL=has_residual,
         BLOCK=triton.next_power_of_2(size),
-        PDL=pdl,
         num_warps=8,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     )
     return out, residual
 
@@ -206,6 +205,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 def silu_and_mul_fused(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for contiguous x = [gate | up]: [T, 2 d] -> [T, d]."""
+    assert x.dim() == 2 and x.is_contiguous()
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(width), 1024)

@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 
     Statistics are taken in float32, and the product with the weight in the input's dtype, as
-    transformers does.
+    transformers does; the kernels round once, after the product.
     """
 
     def __init__(self, size: int, eps: float) -> None:

@@ -19,13 +19,15 @@ _wait = getattr(tl.extra.cuda, "gdc_wait", None)
 
 
 @functools.cache
-def _is_hopper(device_index: int) -> bool:
+def _has_dependent_launch(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def use_pdl(x: torch.Tensor) -> bool:
-    """Whether kernels on x's device may be launched with `launch_pdl=True`."""
-    return HAS_PDL and x.is_cuda and _is_hopper(x.device.index)
+def pdl_options(x: torch.Tensor) -> dict[str, bool]:
+    """Arguments for the launch on x's device of a kernel that has a parameter PDL."""
+    if HAS_PDL and x.is_cuda and _has_dependent_launch(x.device.index):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.layers.pdl import pdl_launch, pdl_wait, use_pdl
+from nanovllm.layers.pdl import pdl_launch, pdl_options, pdl_wait
 from nanovllm.utils.parallel import Summand
 
 SPINS = 2048  # looks at a signal between two at whether a rank is lost: a millisecond
@@ -90,7 +90,6 @@ def sum_add_rms_norm(
     has_residual = residual is not None
     if residual is None:
         residual = torch.empty_like(x)
-    pdl = use_pdl(x)
     _sum_add_rms_norm_kernel[(num_rows,)](
         memory.addresses,
         offset,
@@ -105,8 +104,7 @@ def sum_add_rms_norm(
         HAS_RESIDUAL=has_residual,
         BLOCK=triton.next_power_of_2(size),
         SPINS=SPINS,
-        PDL=pdl,
         num_warps=4 if size <= 2048 else 8,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     )
     return out, residual
