@@ -105,6 +105,17 @@ def test_a_model_that_memory_does_not_hold(folder: Path, monkeypatch: pytest.Mon
         start(folder)
 
 
+def test_a_step_that_memory_does_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names what to lower."""
+
+    def fail(self: ModelRunner) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+
+    monkeypatch.setattr(ModelRunner, "_num_blocks", fail)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=16384 .* lower one .* 1 TiB"):
+        start(folder)
+
+
 def _noting(order: list[str], name: str, function: Any) -> Any:
     def noted(*args: Any, **kwargs: Any) -> Any:
         order.append(name)

@@ -5,6 +5,10 @@ An engine that a test has broken is replaced in the same process for the next te
 """
 
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from processes import (
+    BOUND,
     PARAMS,
     PROMPTS,
     damage_messages,
@@ -28,8 +33,10 @@ from processes import (
 )
 
 from nanovllm import LLM
-from nanovllm.engine import workers
-from nanovllm.engine.workers import Report, Workers
+from nanovllm.engine import model_runner
+from nanovllm.engine import worker as worker_module
+from nanovllm.engine.worker import Report
+from nanovllm.engine.workers import Workers
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +83,8 @@ def assert_ended(llm: LLM, pids: list[int]) -> None:
         with pytest.raises(RuntimeError) as caught:
             generate(llm)
         assert str(caught.value) == failure
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        llm.add_request(PROMPTS[0], PARAMS)
     assert llm.is_finished()
     llm.exit()
     llm.exit()
@@ -113,7 +122,7 @@ def test_a_kernel_that_fails_is_noticed_while_the_worker_waits(
     runner = SimpleNamespace(block_size=4, device=torch.device("cuda", 1))
     mine, _theirs = multiprocessing.Pipe()
     with pytest.raises(ZeroDivisionError):
-        workers._serve(runner, mine)
+        worker_module._serve(runner, mine)
     assert asked == [runner.device] * 2
 
 
@@ -193,12 +202,68 @@ def test_the_first_cause_is_named(last: str, monkeypatch: pytest.MonkeyPatch) ->
         theirs.close()
     workers = object.__new__(Workers)
     workers._pipes = [ours for ours, _ in ends]
+    workers._woken, _ = multiprocessing.Pipe()
     reasons: list[str] = []
     monkeypatch.setattr(Workers, "_how_it_died", lambda self, rank: f"rank {rank} was killed")
     monkeypatch.setattr(Workers, "_stop", lambda self, reason: reasons.append(reason))
-    workers._watch()
+    workers._watch_all()
     first = "rank 3 was killed" if last == "killed" else "rank 2 failed:\nthe cause"
     assert reasons == [first]
+
+
+def test_killed_by_a_signal_without_a_name(llm: LLM) -> None:
+    pids = [worker(llm).pid]
+    os.kill(pids[0], signal.SIGRTMIN + 3)
+    message = message_of_end(lambda: generate(llm))
+    number = signal.SIGRTMIN + 3
+    assert f"was killed by signal {number}, exit code -{number}" in message
+    assert_ended(llm, pids)
+
+
+def test_a_watch_that_fails_ends_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = [worker(llm).pid]
+    monkeypatch.setattr(Workers, "_how_it_died", lambda self, rank: 1 // 0)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    kill(worker(llm))
+    message = message_of_end(lambda: generate(llm))
+    assert "its watch failed" in message and "ZeroDivisionError" in message
+    assert_ended(llm, pids)
+
+
+def test_a_second_ctrl_c_ends_ranks_that_are_stuck(llm: LLM) -> None:
+    """The first waits for the end of a step that never ends, while rank 1 is stopped."""
+    pids = [worker(llm).pid]
+    os.kill(pids[0], signal.SIGSTOP)
+    timers = [threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)) for after in (1, 2)]
+    for timer in timers:
+        timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    assert 2 <= time.monotonic() - begin < BOUND
+    assert "interrupted twice" in llm.model_runner._workers.failure
+    assert_ended(llm, pids)
+
+
+def test_ctrl_c_does_not_leave_an_exit_halfway(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start(folder)
+    pids = [worker(llm).pid]
+    monkeypatch.setattr(model_runner.gc, "collect", lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.exit()
+    assert llm.model_runner.kv_cache is None
+    assert not any(map(is_running, pids))
+    assert not llm.model_runner._workers._watch_thread.is_alive()
+
+
+def test_a_fork_leaves_the_engine_to_its_parent(llm: LLM, expected: list[list[int]]) -> None:
+    if (child := os.fork()) == 0:
+        llm.exit()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert generate(llm) == expected
 
 
 def test_how_it_died_while_another_thread_takes_the_exit_code() -> None:

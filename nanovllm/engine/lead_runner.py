@@ -15,7 +15,6 @@ from nanovllm.layers.attention import torch_attention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.hf import ModelConfig
-from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.parallel import TensorParallel
 
 
@@ -49,8 +48,8 @@ class LeadRunner(ModelRunner):
     def call(self, method: str, *args: Any) -> Any:
         if method == "exit":
             return self.exit()
-        # A rank 0 that left a step halfway would leave the others waiting: Ctrl-C comes after it.
-        with interrupts_held():
+        # A rank 0 that left a step halfway would leave the others waiting.
+        with self._workers.ended_by_interrupts():
             try:
                 return self._call(method, args)
             except BaseException as error:
@@ -66,7 +65,7 @@ class LeadRunner(ModelRunner):
         if method in ("run", "launch"):
             resample = needs_more_than_the_graph(args[0])
             self._workers.send("launch", self._steps.write(*args), args[1], resample)
-        elif method != "collect":  # which is rank 0's alone
+        elif method not in ("check", "collect"):  # which are rank 0's alone
             self._workers.send(method, *args)
         result = getattr(self, method)(*args)
         self._workers.check()  # a rank lost on the way makes the result garbage

@@ -60,6 +60,8 @@ class LLMEngine:
             raise
         # Runs once: by exit(), when the engine is collected, or at interpreter exit.
         self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
+        if hasattr(os, "fork"):  # in a fork the ranks, their pipes and the GPU are its parent's
+            os.register_at_fork(after_in_child=self._finalizer.detach)
         scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self._run_ahead = RunAhead(scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
@@ -84,7 +86,8 @@ class LLMEngine:
 
     def exit(self) -> None:
         """End the engine and give its memory back. A second call does nothing."""
-        self._finalizer()
+        with interrupts_held():  # a finalizer that was left halfway does not run again
+            self._finalizer()
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing left to run, and nothing to tell."""
@@ -98,6 +101,7 @@ class LLMEngine:
         id outside the vocabulary, or leaves no room within max_model_len or the KV pool.
         """
         self._check_running()
+        self.model_runner.call("check")
         seq = self._make_seq(prompt, checked_params(sampling_params))
         self._add([Request(seq, self.tokenizer)])
         return seq.seq_id
@@ -211,7 +215,6 @@ class LLMEngine:
         Raises ValueError if there is no template or one refuses a conversation, TypeError for
         another shape; for the rest see `generate`.
         """
-        self._check_running()
         prompts = render_chat(conversations, self.tokenizer, add_generation_prompt)
         return self.generate(prompts, sampling_params, use_tqdm)
 

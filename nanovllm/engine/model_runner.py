@@ -83,7 +83,7 @@ class ModelRunner:
         try:
             with defaults(self.device, self.dtype):
                 self.model = Qwen3ForCausalLM(model_config, attention, tp)
-        except RuntimeError as error:  # out of memory, or of what an allocator can count
+        except RuntimeError as error:  # out of memory, or a size that overflows the allocator
             raise ValueError(
                 f"{config.model}: no memory for the model of config.json: {error}"
             ) from error
@@ -93,14 +93,21 @@ class ModelRunner:
         has_graphs = kernels.usable(self.sampled) and not config.enforce_eager
         # Plain torch attention reads lengths on the host: no graph of a prefill can hold it.
         with_prefill = attention is not torch_attention
-        if self.device.type == "cuda":
-            if kernels.usable(self.sampled):
-                self._compile_ahead(has_graphs, with_prefill)
-            self._warm_up()
-        self.num_kvcache_blocks = self._num_blocks()
-        self.kv_cache = allocate_kv_cache(self.model, self.num_kvcache_blocks, self.block_size)
-        if has_graphs:
-            self._capture_graphs(with_prefill)
+        try:
+            if self.device.type == "cuda":
+                if kernels.usable(self.sampled):
+                    self._compile_ahead(has_graphs, with_prefill)
+                self._warm_up()
+            self.num_kvcache_blocks = self._num_blocks()
+            self.kv_cache = allocate_kv_cache(self.model, self.num_kvcache_blocks, self.block_size)
+            if has_graphs:
+                self._capture_graphs(with_prefill)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"no GPU memory for steps of max_num_batched_tokens={config.max_num_batched_tokens}"
+                f" or max_num_seqs={config.max_num_seqs} beside the model and a pool of "
+                f"gpu_memory_utilization={config.gpu_memory_utilization}: lower one ({error})"
+            ) from error
         if tp.rank == 0:
             logger.info(
                 f"{attention.__name__}, {self.dtype} on {self.device}, CUDA graphs "
@@ -111,6 +118,9 @@ class ModelRunner:
     def call(self, method: str, *args: Any) -> Any:
         """Run one of this runner's methods by name, on every rank; rank 0's result."""
         return getattr(self, method)(*args)
+
+    def check(self) -> None:
+        """Nothing; by `call` it raises RuntimeError if another rank has failed."""
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Compute the scheduled positions of `seqs`: their K/V go to the pool, and one token is

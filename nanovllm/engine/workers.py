@@ -1,4 +1,5 @@
-"""Workers: the processes of ranks 1.. of a split model; they are started, watched and ended here.
+"""Workers: the processes of ranks 1.. of a split model, seen from rank 0, which starts, watches and
+ends them. What they do is in worker.py.
 
 Nobody waits for a dead process. The caller's process watches the pipe of every worker: it reads
 the traceback of one that raised, or meets the end of one that died, and then ends the others, which
@@ -10,47 +11,29 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.control import StepReader
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.device import resolve_device
+from nanovllm.engine.worker import Job, Report, work
 from nanovllm.utils.hf import ModelConfig
+from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.parallel import TensorParallel
 from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
 
 GRACE = 5.0  # seconds for what should take a few milliseconds
 _STARTING = threading.Lock()  # what is changed while processes start is the whole process's
-
-
-class Job(NamedTuple):
-    """What a worker is started with."""
-
-    rank: int
-    port: int  # of the store where the ranks meet
-    config: Config
-    model_config: ModelConfig
-    eos_token_ids: frozenset[int]
-    caller: int  # process id
-
-
-class Report(NamedTuple):
-    """What a worker says: that it has started (no error), or why it ends."""
-
-    time: float  # by the clock that all processes share
-    error: str | None
 
 
 class Workers:
@@ -83,6 +66,9 @@ class Workers:
             for process in self._processes:
                 process.join()
             raise
+        self._num_interrupts = 0  # since the step began
+        self._woken, self._waker = socket.socketpair()  # by signals, see `ended_by_interrupts`
+        self._waker.setblocking(False)
         self._watch_thread = threading.Thread(
             target=self._watch, name="nanovllm-watch", daemon=True
         )
@@ -126,9 +112,26 @@ class Workers:
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
+    @contextmanager
+    def ended_by_interrupts(self) -> Iterator[None]:
+        """A step that all ranks do together: the first Ctrl-C comes after it, the second ends all
+        ranks, since one that is stuck (stopped, swapped out) may never let the step end.
+
+        The watch learns of both by the signal's number in a socket: while this thread waits in a
+        library, no Python code of a signal handler runs."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Ctrl-C does not reach it
+            return
+        self._num_interrupts = 0
+        before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        try:
+            with interrupts_held():
+                yield
+        finally:
+            signal.set_wakeup_fd(before)
+
     def send(self, *message: Any) -> None:
-        """Send one message to all; pickled once. Waits only for a worker that is a long message
-        behind."""
+        """Send one message to all; pickled once. Blocks only while a worker's pipe is full."""
         self.check()
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         for pipe in self._pipes:
@@ -164,8 +167,8 @@ class Workers:
             for process in self._processes:
                 process.join()
         self._watch_thread.join(GRACE)
-        for pipe in self._pipes:
-            pipe.close()
+        for end in (*self._pipes, self._woken, self._waker):
+            end.close()
         if self.group is not None:
             self.group.close()
         self._server = None
@@ -173,10 +176,22 @@ class Workers:
     # --- the watch's thread -----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._watch_all()
+        except BaseException:  # without the watch somebody would wait for ever
+            self._stop(f"its watch failed:\n{traceback.format_exc()}")
+            raise
+
+    def _watch_all(self) -> None:
         running = {pipe: rank for rank, pipe in enumerate(self._pipes, 1)}
         while running:
             failed: list[tuple[float, str]] = []
-            for pipe in wait(list(running)):
+            for pipe in wait([*running, self._woken]):
+                if pipe is self._woken:
+                    self._num_interrupts += pipe.recv(64).count(signal.SIGINT)
+                    if self._num_interrupts > 1:
+                        self._stop("it was interrupted twice in one step")
+                    continue
                 report = _read(pipe)
                 if report is not None and report.error is None:
                     with self._changed:
@@ -199,7 +214,9 @@ class Workers:
         # the system (a join of the caller's, or multiprocessing's own at every start of a process).
         while (code := process.exitcode) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
+        # A real-time signal has no name.
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        how = f"was killed by {name}" if code and code < 0 else "ended"
         return f"rank {rank} (process {process.pid}) {how}, exit code {code}"
 
     def _stop(self, reason: str) -> None:
@@ -214,52 +231,6 @@ class Workers:
         self._server = None
         if group is not None:
             group.abort()
-
-
-def work(job: Job, num_threads: int, pipe: Connection) -> None:
-    """A worker's whole life. What it raises goes to rank 0."""
-    threading.Thread(target=_end_with, args=(job.caller,), daemon=True).start()
-    try:
-        torch.set_num_threads(num_threads)
-        size = job.config.tensor_parallel_size
-        device = resolve_device(job.config.device, job.rank, size)
-        store = connect_store(job.port)
-        group = ProcessGroup(store, job.rank, size, device)
-        group.connect(store)
-        tp = TensorParallel(job.rank, size, group)
-        runner = ModelRunner(job.config, job.model_config, job.eos_token_ids, tp)
-        pipe.send(Report(time.monotonic(), None))
-        _serve(runner, pipe)
-    except BaseException:
-        with suppress(OSError):  # the caller may be gone
-            pipe.send(Report(time.monotonic(), traceback.format_exc()))
-    # At once: whatever may still be waited for would be waited for at a normal exit, too.
-    os._exit(0)
-
-
-def _serve(runner: ModelRunner, pipe: Connection) -> None:
-    steps = StepReader(runner.block_size)
-    while True:
-        while not pipe.poll(1):
-            if runner.device.type == "cuda":
-                # Raises what a kernel failed with, which shows in no call before the next one: and
-                # that rank 0 cannot ask for while its GPU waits for this one.
-                torch.cuda.current_stream(runner.device).query()
-        method, *args = pickle.loads(pipe.recv_bytes())
-        if method == "launch":
-            message, is_prefill, resample = args
-            runner.launch(steps.read(message, is_prefill), is_prefill, resample)
-        else:
-            getattr(runner, method)(*args)
-        if method == "exit":
-            return
-
-
-def _end_with(caller: int) -> None:
-    """End this process soon after its caller, however that ended, whatever this one waits for."""
-    while os.getppid() == caller:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _read(pipe: Connection) -> Report | None:

@@ -1,4 +1,4 @@
-"""What may come between any two lines: Ctrl-C and the garbage collector. Held back here while
+"""Ctrl-C and the garbage collector may come between any two lines. Here they are held back while
 several parts of a record change together."""
 
 import gc
@@ -11,8 +11,10 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C during the block raises at the end of it instead of in its midst. For short blocks:
-    the scheduler's books, never the model. Does nothing in a thread that Ctrl-C does not reach."""
+    """A Ctrl-C during the block raises at the end of it instead of in its midst. The block must not
+    wait for long: what waits for the model is in it only where several ranks work together, which
+    have a way out of their own (engine/workers.py). Does nothing in a thread that Ctrl-C does not
+    reach."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
