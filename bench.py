@@ -41,10 +41,10 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.tools import BUNDLED_MODEL
 from nanovllm.tools.decode_profile import profile_decode, profile_lines
 from nanovllm.tools.dummy_model import DUMMY_SHAPES, dummy_config, write_dummy
 
-BUNDLED_MODEL = Path(__file__).resolve().parent / "tests" / "assets" / "tiny-qwen3"
 # Flags and their defaults: the workload's (classic, or small without a GPU), and the engine's.
 LENGTHS = dict(num_seqs=256, min_input=100, max_input=1024, min_output=100, max_output=1024)
 SMALL_LENGTHS = dict(num_seqs=8, min_input=16, max_input=64, min_output=16, max_output=64)
@@ -170,6 +170,7 @@ def measure(llm: TimedLLM, load: Workload, temperature: float) -> dict[str, floa
         SamplingParams(temperature=temperature, max_tokens=num_out, ignore_eos=True)
         for num_out in load.output_lens
     ]
+    preemptions = llm.stats()["preemptions"]
     llm.steps.clear()
     llm.begin = None
     start = perf_counter()
@@ -192,8 +193,7 @@ def measure(llm: TimedLLM, load: Workload, temperature: float) -> dict[str, floa
         run["decode_gb_s"] = num_bytes / run["decode_seconds"] / 1e9
     if len(outputs) == 1:
         run["ttft_ms"] = 1e3 * (llm.steps[run["prefill_steps"] - 1][1] - start)
-    # A preempted request goes through prefill again, which samples one token in decode's stead.
-    run["preemptions"] = output_tokens - len(outputs) - run["decode_tokens"]
+    run["preemptions"] = llm.stats()["preemptions"] - preemptions
     return run
 
 

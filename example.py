@@ -48,9 +48,12 @@ def run(args: argparse.Namespace) -> None:
 
     with LLM(args.model, tensor_parallel_size=args.tp, enforce_eager=args.enforce_eager) as llm:
         is_chat = llm.tokenizer.chat_template is not None and not is_bundled
-        inputs = [as_chat(llm, prompt) for prompt in prompts] if is_chat else prompts
         start = perf_counter()
-        outputs = llm.generate(inputs, params)
+        if is_chat:
+            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(conversations, params)
+        else:
+            outputs = llm.generate(prompts, params)
         seconds = perf_counter() - start
 
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -59,12 +62,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"Finish reason: {output['finish_reason']}")
     num_tokens = sum(len(output["token_ids"]) for output in outputs)
     print(f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tok/s")
-
-
-def as_chat(llm: LLM, prompt: str) -> str:
-    """The text in which the model was trained to see `prompt` as a user's message."""
-    message = {"role": "user", "content": prompt}
-    return llm.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
 
 
 if __name__ == "__main__":

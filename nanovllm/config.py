@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_int, check_number
+from nanovllm.utils.checks import check_bool, check_number, keep_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
@@ -70,13 +70,13 @@ class Config:
                 f"model folder {self.model!r} does not exist, or is a file; give a local folder in "
                 "Hugging Face format (nothing is downloaded)"
             )
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("max_num_seqs", self.max_num_seqs, 1, INT32)
-        check_int("max_model_len", self.max_model_len, 2)
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
-        check_int("kvcache_block_size", self.kvcache_block_size, 1, INT32)
+        keep_int(self, "max_num_batched_tokens", 1)
+        keep_int(self, "max_num_seqs", 1, INT32)
+        keep_int(self, "max_model_len", 2)
+        keep_int(self, "tensor_parallel_size", 1, 8)
+        keep_int(self, "kvcache_block_size", 1, INT32)
         if self.num_kvcache_blocks is not None:
-            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, INT32)
+            keep_int(self, "num_kvcache_blocks", 1, INT32)
         utilization = self.gpu_memory_utilization
         check_number("gpu_memory_utilization", utilization, "in (0, 1]", math.ulp(0.0), 1)
         check_bool("enforce_eager", self.enforce_eager)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_int, check_number
+from nanovllm.utils.checks import check_bool, check_int, check_number, keep_int
 
 MAX_LOGPROBS = 20
 
@@ -48,16 +48,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, "finite and >= 0 (0 is greedy)", 0)
-        check_int("max_tokens", self.max_tokens, 1)
+        keep_int(self, "max_tokens", 1)
         check_bool("ignore_eos", self.ignore_eos)
-        check_int("top_k", self.top_k, -1)
+        keep_int(self, "top_k", -1)
         check_number("top_p", self.top_p, "in (0, 1]", math.ulp(0.0), 1)
         check_number("min_p", self.min_p, "in [0, 1]", 0, 1)
         if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            keep_int(self, "seed", -(2**63), 2**64 - 1)
+        keep_int(self, "min_tokens", 0)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be in 0..max_tokens, got {self.min_tokens} with "
+                f"max_tokens={self.max_tokens}"
+            )
         if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            keep_int(self, "logprobs", 0, MAX_LOGPROBS)
         # Kept as tuples, so that a caller's list can change without changing a running request.
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
@@ -76,6 +81,4 @@ def _checked_ids(ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
         raise TypeError(f"stop_token_ids must be a list of ints >= 0, got {ids!r}")
-    for token_id in ids:
-        check_int("each of stop_token_ids", token_id, 0)
-    return tuple(ids)
+    return tuple(check_int("each of stop_token_ids", token_id, 0) for token_id in ids)

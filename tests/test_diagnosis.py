@@ -13,6 +13,7 @@ from checkpoints import TINY_QWEN3, make_checkpoint, random_ids
 from recording import GREEDY
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.progress_bar import ProgressBar
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,6 +151,20 @@ def test_bar_shows_preemptions_of_this_call_when_there_are_any(folder: Path) -> 
         count = llm.stats()["preemptions"]
         assert "preemptions" not in lines[0] and f"preemptions={count}]" in lines[-1]
         assert "preemptions" not in shown_by(llm, [[1]], 2)[-1], "those are history"
+
+
+def test_the_bar_goes_on_while_nothing_ends(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """After several have ended at once; and a call that took no step in says nothing of speed."""
+    bar = ProgressBar(20, llm.scheduler, enabled=True)
+    bar.bar.mininterval = 0
+    bar.update(8, -8)
+    capsys.readouterr()
+    bar.update(0, -4)
+    assert "8/20" in capsys.readouterr().err
+    speed = dict(bar.speed)
+    bar.update(0, 0)
+    assert bar.speed == speed and speed[False] > 0
+    bar.close()
 
 
 # --- the log --------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ OUT_OF_BOUNDS = [
     ({"min_p": math.inf}, "in [0, 1]"),
     ({"seed": 2**64}, f"in {-(2**63)}..{2**64 - 1}"),
     ({"seed": -(2**63) - 1}, f"in {-(2**63)}..{2**64 - 1}"),
-    ({"min_tokens": -1}, "in 0..64"),
-    ({"min_tokens": 65}, "in 0..64"),
-    ({"min_tokens": 6, "max_tokens": 5}, "in 0..5"),
+    ({"min_tokens": -1}, ">= 0"),
+    ({"min_tokens": 65}, "in 0..max_tokens, got 65 with max_tokens=64"),
+    ({"min_tokens": 6, "max_tokens": 5}, "with max_tokens=5"),
     ({"stop": ""}, "empty string"),
     ({"stop": ["a", ""]}, "empty string"),
     ({"stop_token_ids": [5, -1]}, ">= 0"),
@@ -167,6 +167,14 @@ def test_numpy_numbers_have_the_same_bounds(kind: type[np.floating[Any]]) -> Non
     for bad in ({"temperature": kind(np.inf)}, {"temperature": kind(np.nan)}, {"top_p": kind(0)}):
         with pytest.raises(ValueError):
             SamplingParams(**bad)
+
+
+def test_numpy_ints_become_plain_ones() -> None:
+    """Such as a random generator draws."""
+    params = SamplingParams(max_tokens=np.int64(5), seed=np.uint8(3), stop_token_ids=[np.int32(7)])
+    assert repr(params) == repr(SamplingParams(max_tokens=5, seed=3, stop_token_ids=[7]))
+    with pytest.raises(ValueError, match=">= 1"):
+        SamplingParams(max_tokens=np.int8(-1))
 
 
 def test_case_04_case_24_hold_without_asserts() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 
 def test_a_new_sequence() -> None:
@@ -82,3 +82,11 @@ def test_repr_tells_where_a_request_stands() -> None:
     assert repr(seq) == (
         f"Sequence({seq.seq_id}, WAITING, tokens=3, cached=0, scheduled=0, block_table=[17])"
     )
+
+
+def test_pending_tokens_are_no_completion_yet() -> None:
+    """Two are pending while a step runs and the next one is launched."""
+    seq = Sequence([1, 2])
+    for token_id in (9, PENDING, PENDING):
+        seq.append_token(token_id)
+    assert seq.completion_token_ids == [9] and seq.num_completion_tokens == 3

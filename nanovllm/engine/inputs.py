@@ -101,8 +101,7 @@ def take_pending(
 def fill_sampling(host: dict[str, np.ndarray], seqs: list[Sequence]) -> None:
     """Write `seqs`' temperatures and seeds to the arrays of a graph's PackedBuffer."""
     host["temperatures"][: len(seqs)] = [seq.temperature for seq in seqs]
-    seeds = np.array([seq.seed % 2**64 for seq in seqs], dtype=np.uint64)
-    host["seeds"][: len(seqs)] = seeds.view(np.int64)
+    host["seeds"][: len(seqs)] = [seq.seed for seq in seqs]
 
 
 def sampling_inputs(
@@ -122,8 +121,7 @@ def sampling_inputs(
 
     return SamplingInputs(
         temperatures=upload([seq.temperature for seq in seqs], torch.float32),
-        # Seeds are 64 bits; int64 holds the upper half of them as negative numbers.
-        seeds=upload([(seq.seed + 2**63) % 2**64 - 2**63 for seq in seqs], torch.int64),
+        seeds=upload([seq.seed for seq in seqs], torch.int64),
         positions=upload([len(seq) for seq in seqs], torch.int64),
         top_k=upload(top_k, torch.int32) if min(top_k) < vocab_size else None,
         top_p=upload(top_p, torch.float32) if min(top_p) < 1 else None,

@@ -14,7 +14,8 @@ class ProgressBar:
         self.scheduler = scheduler
         self.preemptions_before = scheduler.num_preemptions
         self.speed = {True: 0.0, False: 0.0}  # tok/s of the latest prefill and decode step
-        self.bar = tqdm(total=total, desc="Generating", disable=not enabled)
+        # Without miniters tqdm would wait for as many ends at once as it has seen before.
+        self.bar = tqdm(total=total, desc="Generating", disable=not enabled, miniters=0)
         self.since = perf_counter()
 
     def close(self) -> None:
@@ -22,8 +23,8 @@ class ProgressBar:
         self.bar.close()
 
     def update(self, num_finished: int, num_tokens: int) -> None:
-        """After a step of num_tokens positions, negative in decode."""
-        if self.bar.disable:
+        """After a step of num_tokens positions, negative in decode; 0: none was taken in."""
+        if self.bar.disable or not num_tokens:
             return
         now = perf_counter()
         self.speed[num_tokens > 0] = abs(num_tokens) / (now - self.since)

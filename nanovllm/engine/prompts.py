@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
         if not token_ids:
             raise ValueError(f"the prompt {prompt!r} tokenizes to nothing: give some text")
     elif isinstance(prompt, (list, tuple)):
-        token_ids = list(prompt)
+        token_ids = prompt
         if not token_ids:
             raise ValueError("the prompt has no token ids: give at least one")
     else:
@@ -61,7 +62,7 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
             "generate, is as [[1, 2, 3]]; an array has tolist())"
         )
     check_ids(token_ids, vocab_size, "token id")
-    return token_ids
+    return list(map(int, token_ids))
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
@@ -76,7 +77,7 @@ def check_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, what: str
     # Of plain ints the least and the largest tell of all.
     plain = token_ids and {int}.issuperset(map(type, token_ids))
     for token_id in (min(token_ids), max(token_ids)) if plain else token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise TypeError(f"{what}s must be ints, got {token_id!r} (an array has tolist())")
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{what} {token_id} is outside the vocabulary 0..{vocab_size - 1}")

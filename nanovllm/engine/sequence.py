@@ -65,10 +65,11 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_size = block_size
         self.sampling_params = sampling_params
-        # The seed of this request's noise; requests that name none must not share one.
-        self.seed = (
-            _fresh_seeds.getrandbits(63) if sampling_params.seed is None else sampling_params.seed
-        )
+        # The seed of this request's noise; requests that name none must not share one. As int64
+        # holds its 64 bits.
+        seed = sampling_params.seed
+        seed = _fresh_seeds.getrandbits(64) if seed is None else seed
+        self.seed = (seed + 2**63) % 2**64 - 2**63
         self.temperature = sampling_params.temperature
         self.max_tokens = sampling_params.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
@@ -85,7 +86,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus accepted completion tokens."""
+        """Prompt plus completion tokens, pending ones included."""
         return len(self.token_ids)
 
     @property
@@ -112,8 +113,8 @@ class Sequence:
 
     @property
     def completion_token_ids(self) -> list[int]:
-        """The accepted ones, without a pending one."""
-        end = self.num_tokens - (self.last_token == PENDING)
+        """The accepted ones: without what is pending, which are two at most."""
+        end = self.num_tokens - self.token_ids[-2:].count(PENDING)
         return self.token_ids[self.num_prompt_tokens : end]
 
     @property

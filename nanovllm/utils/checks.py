@@ -1,17 +1,24 @@
 """Checks of what a caller gives: numbers within bounds. Imports no torch."""
 
 import sys
-from numbers import Real
+from numbers import Integral, Real
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """TypeError unless `value` is an int, ValueError unless it is in low..high."""
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int: it may be numpy's. TypeError unless it is one, ValueError unless it is in
+    low..high."""
     bounds = f">= {low}" if high is None else f"in {low}..{high}"
     # bool is an int in Python; a max_tokens of True is a mistake.
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be {bounds}, got {value!r}")
+    return int(value)
+
+
+def keep_int(settings: object, name: str, low: int, high: int | None = None) -> None:
+    """`check_int` of a field of a frozen dataclass, which becomes a plain int."""
+    object.__setattr__(settings, name, check_int(name, getattr(settings, name), low, high))
 
 
 def check_number(

@@ -6,24 +6,13 @@ All guessing about file layouts of different transformers versions happens here.
 import glob
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +32,9 @@ class ModelConfig:
     attention_bias: bool
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+
+
+SIZES = tuple(field.name for field in fields(ModelConfig) if field.type is int)
 
 
 def load_model_config(folder: str) -> ModelConfig:
@@ -99,7 +91,6 @@ def _stored_dtype(folder: str) -> str:
 def _check_values(folder: str, hf: Any) -> None:
     """Raise ValueError for a value that no Qwen3 model can have, which 4.x takes from the file as
     it is, and for what this engine does not do."""
-    wrong = None
     for name in SIZES:
         value, least = getattr(hf, name), 2 if name == "max_position_embeddings" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -109,26 +100,23 @@ def _check_values(folder: str, hf: Any) -> None:
     for name in ("attention_bias", "tie_word_embeddings", "use_sliding_window"):
         value = getattr(hf, name)
         if value is not None and not isinstance(value, bool):
-            wrong = f"{name} must be true or false, got {value!r}"
+            raise ValueError(f"{folder}: config.json: {name} must be true or false, got {value!r}")
     layer_types = getattr(hf, "layer_types", None)
     others = isinstance(layer_types, list) and any(t != "full_attention" for t in layer_types)
-    if not _is_positive(hf.rms_norm_eps):
-        wrong = f"rms_norm_eps must be a number > 0 in float32, got {hf.rms_norm_eps!r}"
-    elif hf.num_attention_heads % hf.num_key_value_heads:
-        wrong = (
-            f"num_attention_heads ({hf.num_attention_heads}) is not a multiple of "
-            f"num_key_value_heads ({hf.num_key_value_heads})"
-        )
-    elif hf.head_dim % 2:
-        wrong = f"head_dim ({hf.head_dim}) must be even for rotary embedding"
-    elif hf.hidden_act != "silu":
-        wrong = f"hidden_act {hf.hidden_act!r} is not 'silu'"
-    elif hf.use_sliding_window or others:
-        wrong = "use_sliding_window, or layer_types for it: not supported"
-    elif getattr(hf, "quantization_config", None):
-        wrong = "quantization_config: not supported"
-    if wrong:
-        raise ValueError(f"{folder}: config.json: {wrong}")
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    for is_wrong, reason in (
+        (not _is_positive(hf.rms_norm_eps), f"rms_norm_eps {hf.rms_norm_eps!r} is not > 0"),
+        (
+            heads % kv_heads,
+            f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})",
+        ),
+        (hf.head_dim % 2, f"head_dim ({hf.head_dim}) must be even for rotary embedding"),
+        (hf.hidden_act != "silu", f"hidden_act {hf.hidden_act!r} is not 'silu'"),
+        (hf.use_sliding_window or others, "use_sliding_window, or layer_types for it"),
+        (getattr(hf, "quantization_config", None), "quantization_config"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{folder}: config.json: not supported: {reason}")
 
 
 def _is_positive(value: Any) -> bool:
