@@ -156,6 +156,6 @@ def test_without_triton_nccl_sums_all(has_triton: bool, monkeypatch: pytest.Monk
     """Else the first norm would ask for the kernel that sums, and fail."""
     monkeypatch.setattr(process_group, "find_spec", lambda name: has_triton or None)
     group = ProcessGroup(dist.HashStore(), 0, 1, torch.device("cpu"))
-    monkeypatch.setattr(group, "least", int)
+    monkeypatch.setattr(group, "all_reduce_min", int)
     found = group._symmetric_memory(dist.HashStore(), f"ranks-{uuid4()}")
     assert (found is not None) == has_triton

@@ -64,8 +64,8 @@ class BlockManager:
         return hasher.intdigest()
 
     def can_allocate(self, seq: Sequence) -> int:
-        """The number of leading blocks of `seq` that are prefix hits, or -1 if the blocks for its
-        whole current length are not to be had. Changes nothing."""
+        """The number of leading blocks of `seq` that are prefix hits, or -1 if too few blocks
+        are free for its whole current length. Changes nothing."""
         hits = self._find_hits(seq)
         # A hit on a block in use costs nothing; a hit on a free one comes out of the free queue.
         shared = sum(block.ref_count > 0 for block in hits)

@@ -68,13 +68,14 @@ def allocate_kv_cache(model: Qwen3ForCausalLM, num_blocks: int, block_size: int)
     """Make the pool, in the model's dtype and on its device, and give each layer of `model` its K
     and V slices. Raises ValueError if memory does not suffice.
 
-    Zeros, not garbage: the torch path multiplies masked positions by 0, and 0 * NaN is NaN.
+    Zeros, not garbage: FlashAttention loads whole tiles of K and V, past a sequence's end as well,
+    and multiplies those positions by 0; 0 * NaN is NaN.
     """
     weight = model.lm_head.weight
     shape = kv_shape(model, num_blocks, block_size)
     try:
         pool = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-    except RuntimeError as error:  # out of memory, or of what an allocator can count
+    except RuntimeError as error:  # out of memory, or a size that overflows the allocator
         gib = kv_block_bytes(model, block_size) * num_blocks / 2**30
         raise ValueError(
             f"no memory for a KV pool of {num_blocks} blocks ({gib:,.1f} GiB): lower "

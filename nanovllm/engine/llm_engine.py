@@ -65,7 +65,7 @@ class LLMEngine:
         scheduler = Scheduler(self.config, self.model_runner.num_kvcache_blocks, eos_token_ids)
         self._run_ahead = RunAhead(scheduler, self.model_runner)
         self.requests: dict[int, Request] = {}  # the live ones, by seq_id
-        self._untold: dict[int, list[int]] = {}  # ends that `step` has to tell
+        self._unreported: dict[int, list[int]] = {}  # ends that `step` has to tell
         # Whole loops run a step ahead where that hides the host's work behind the GPU's.
         self.runs_ahead = self.model_runner.device.type == "cuda"
 
@@ -91,7 +91,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether `step` has nothing left to run, and nothing to tell."""
-        return self._run_ahead.is_idle() and not self._untold
+        return self._run_ahead.is_idle() and not self._unreported
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, text or token ids; it joins at the next step. Returns its `seq_id`,
@@ -126,7 +126,7 @@ class LLMEngine:
         """
         self._check_running()
         finished, num_tokens = self._plain_step()
-        ends, self._untold = self._untold | dict(finished), {}
+        ends, self._unreported = self._unreported | dict(finished), {}
         return list(ends.items()), num_tokens
 
     def _loop_step(self) -> StepResult:
@@ -169,7 +169,7 @@ class LLMEngine:
             if seq.is_finished:
                 self.requests.pop(seq.seq_id, None)
                 if request is not None and request.index is None:
-                    self._untold[seq.seq_id] = seq.completion_token_ids
+                    self._unreported[seq.seq_id] = seq.completion_token_ids
 
     def generate(
         self,

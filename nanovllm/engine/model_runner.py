@@ -260,7 +260,9 @@ class ModelRunner:
             return self.config.num_kvcache_blocks
         block_bytes = kv_block_bytes(self.model, self.block_size)
         utilization = self.config.gpu_memory_utilization
-        num_blocks = self.tp.least(measure_num_blocks(self.device, utilization, block_bytes))
+        num_blocks = self.tp.all_reduce_min(
+            measure_num_blocks(self.device, utilization, block_bytes)
+        )
         check_pool(num_blocks, self.block_size, self.config.max_model_len)
         return num_blocks
 

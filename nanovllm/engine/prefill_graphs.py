@@ -20,21 +20,21 @@ from nanovllm.utils.context import Context, use_context
 
 MAX_SEQS = 32
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
-MOST_WORK = 4e12  # positions x parameters: about 11 ms of a GPU of 700 TFLOP/s
+MAX_WORK = 4e12  # positions x parameters: about 11 ms of a GPU of 700 TFLOP/s
 
 
 def prefill_sizes(num_params: int, budget: int) -> list[int]:
     """The buckets for a model of so many parameters and steps of at most `budget` positions."""
-    return [size for size in SIZES if size <= budget and size * num_params <= MOST_WORK]
+    return [size for size in SIZES if size <= budget and size * num_params <= MAX_WORK]
 
 
 class PrefillGraphs:
     """Graphs for prefills without history of up to MAX_SEQS sequences, in buckets of positions.
 
     The positions beyond those of the sequences are one more sequence, of id 0, with slots -1 and
-    read by nobody. They must belong to one: attention reads whole tiles of K and V, past the end
-    of a sequence too, and multiplies what it finds there by 0, which gives NaN if that is NaN, as
-    memory is that nobody has written. Sequences that are not there have length 0.
+    read by nobody. They must belong to one: attention loads whole tiles of K and V, past the end
+    of a sequence too, and multiplies those rows by 0. Memory that nobody has written may hold NaN,
+    and 0 * NaN is NaN. Sequences that are not there have length 0.
     """
 
     def __init__(

@@ -140,13 +140,13 @@ class Scheduler:
         """Whether `seq` can join without the running requests soon outgrowing the pool.
 
         Admitting whatever fits *now* thrashes under pressure: all grow, the newest are preempted,
-        prefill again as soon as something fits, and are preempted again. So the need is looked at
-        at its future peak (as Gong et al. 2025 do, "Past-Future Scheduler"). The one with least to
-        grow ends first: until then all grow as much as it, then it gives its blocks back, and so
-        on. Since completions often stop early, they are expected to grow to the longest seen so
-        far at most, times `headroom`. That is learned: 0, the plain rule, until something is
-        preempted; raised by each preemption (beyond 1 where even the full growth leaves no margin)
-        and eased by each finished request.
+        prefill again as soon as something fits, and are preempted again. So what decides is the
+        peak of the demand to come (as in Gong et al. 2025, "Past-Future Scheduler"). In the order
+        of what they have left to grow: when a sequence ends, those after it have grown as much as
+        it, and those before it have given their blocks back. Since completions often stop early,
+        they are expected to grow to the longest seen so far at most, times `headroom`. That is
+        learned: 0, the plain rule, until something is preempted; raised by each preemption (beyond
+        1 where even the full growth leaves no margin) and eased by each finished request.
 
         Every prefill makes all who run wait. So the first of a step joins when there is room for
         company too: for a quarter of those who run, or in a sixth of the pool.
@@ -257,8 +257,8 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a live request: FINISHED, its blocks freed, a pending token forgotten. A step in
-        flight may still write to its last block; later owners write there after that. One that
-        has finished already keeps nothing but the new reason."""
+        flight may still write to its last block; later owners write there after that. Of one that
+        has finished already only the reason changes (a stop string found in its last token)."""
         seq.finish_reason = reason
         if seq.is_finished:
             return

@@ -60,7 +60,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.project(hidden)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[N, hidden] -> as `forward`, of all rows."""
+        """[N, hidden] -> [N, vocab_size] on rank 0, None elsewhere: logits of every row given."""
         logits = self.tp.gather(linear(hidden, self.weight, None))
         # The padding rows stand after the real vocabulary; cut off, they are never sampled.
         return None if logits is None else logits[:, : self.vocab_size]

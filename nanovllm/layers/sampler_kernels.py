@@ -2,8 +2,8 @@
 
 They compute what `sample_torch` in layers/sampler.py does, with the same noise, reading the
 logits in the model's dtype without a sorted or a float copy. (But for a temperature so small that
-noise times it is lost beside the logits: of equal ones the lowest id is taken.) Needs triton to
-import.
+noise times it is lost beside the logits: of equal ones the lowest id is taken. And a NaN is no
+candidate here, while in torch it makes NaN of the whole row.) Needs triton to import.
 """
 
 import torch
@@ -48,8 +48,8 @@ def _log2(x, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _log2_exponential(bits, ON_GPU: tl.constexpr):
-    """32 random bits -> log2(-log2(1 - u)), u = (bits + 0.5) * UNIT: but for its sign, its unit and
-    a constant the noise that `gumbel_noise` computes."""
+    """32 random bits -> log2(-log2(1 - u)), u = (bits + 0.5) * UNIT. The noise that `gumbel_noise`
+    computes is -ln 2 times this, plus a constant that drops out of an argmax."""
     n = bits.to(tl.float32)
     exponential = -_log2(1 - n * UNIT, ON_GPU)
     # Where u < 2^-7 this is close to 0, and the error of `_log2` large beside it; there the series

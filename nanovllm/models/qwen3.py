@@ -26,8 +26,8 @@ from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import Summand, TensorParallel
 
 # Hidden states [T, hidden], and the residual [T, hidden] that they are still to be added to. Layers
-# hand on both, so that the next norm can do the addition, and a product do both. Of a Summand it
-# also forms the sum over the ranks.
+# hand on both, so that the next norm's kernel does the addition too, and of a Summand the sum over
+# the ranks; or one row's product all of it.
 Stream: TypeAlias = tuple[torch.Tensor | Summand, torch.Tensor | None]
 
 

@@ -61,6 +61,6 @@ class TensorParallel:
         if self.size > 1:
             self.group.broadcast(x)
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of the ranks' numbers, for every rank."""
-        return number if self.size == 1 else self.group.least(number)
+        return number if self.size == 1 else self.group.all_reduce_min(number)

@@ -88,7 +88,7 @@ class ProcessGroup:
             self.backend = dist.ProcessGroupGloo(store, rank, size, options)
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = NO_LIMIT  # it heeds no exchange's own
+        options._timeout = NO_LIMIT  # NCCL ignores the timeouts of single exchanges
         with _environment(GPU_ENVIRONMENT):
             self.backend = dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -101,7 +101,7 @@ class ProcessGroup:
             store.set("name", f"nanovllm-{uuid4().hex}")
         name = store.get("name").decode()
         with _environment(GPU_ENVIRONMENT):
-            self.least(0)
+            self.all_reduce_min(0)
             self.symmetric = self._symmetric_memory(store, name)
 
     def _symmetric_memory(self, store: dist.Store, name: str) -> SymmetricMemory | None:
@@ -115,7 +115,7 @@ class ProcessGroup:
         except Exception as error:  # no peer access, another torch: whatever it is, NCCL serves
             logger.info("symmetric memory cannot be used, so NCCL sums all: %s", error)
             symmetric = None
-        return symmetric if self.least(symmetric is not None) else None
+        return symmetric if self.all_reduce_min(symmetric is not None) else None
 
     def summand(self, rows: int, size: int, dtype: torch.dtype, turn: int) -> Summand | None:
         """As SymmetricMemory.summand; None where that memory is not."""
@@ -140,7 +140,7 @@ class ProcessGroup:
         options.rootRank = 0
         self._exchange(self.backend.broadcast, [x], options)
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The smallest of all ranks' numbers, on each. Waits for the GPU."""
         x = torch.tensor([number], dtype=torch.int64, device=self.device)
         options = _limitless(dist.AllreduceOptions())
@@ -188,9 +188,9 @@ class ProcessGroup:
 
 
 def _limitless(options: Any) -> Any:
-    """Options of an exchange, whose peers may come as late as they like."""
+    """Options of an exchange without a timeout."""
     options.timeout = NO_LIMIT
-    # In the current stream, where torch knows how to: its own one would cost two events.
+    # In the current stream, if this torch can: one of NCCL's own costs two waits for events.
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options

@@ -1,5 +1,5 @@
-"""SymmetricMemory: memory that every rank's GPU can read and write, where each has what is to be
-summed over the ranks. layers/rank_sum.py reads it and sums. Never uses NVLink multicast.
+"""SymmetricMemory: memory of each rank that all ranks' GPUs can read and write. A rank writes there
+what is to be summed over the ranks; layers/rank_sum.py sums. Never uses NVLink multicast.
 """
 
 from datetime import timedelta
@@ -46,17 +46,18 @@ class OwnNumbers(dist.Store):
 class SymmetricMemory:
     """On each rank the same: signals [MAX_ROWS, ranks], then NUM_TURNS buffers of MAX_BYTES.
 
-    A sum goes row by row. Who has its summand in the buffer writes the row's `epoch`, the number
-    of its sums so far, into its signals on all ranks, waits until theirs here have come as far, and
-    reads. So nobody waits after reading: a buffer may be written again once a later sum, of another
-    buffer, has begun, as then everybody has left the earlier one.
+    A sum goes row by row. A rank that has written its summand into the buffer sets its signal of
+    the row on every rank to the row's `epoch`, the number of its sums so far; it waits until the
+    other ranks' signals here have come as far, and reads. Nobody waits after reading: a rank whose
+    signal of a later sum, of another buffer, has come has left the earlier one, which may then be
+    written again.
     """
 
     def __init__(
         self, store: dist.Store, name: str, rank: int, size: int, device: torch.device
     ) -> None:
         """Collective, and another exchange in the current stream must follow before the first sum.
-        `name` must be new in this process. Raises what torch raises where it or the GPUs cannot."""
+        `name` must be new in this process. Raises torch's error if the GPUs cannot."""
         self.rank, self.size, self.device = rank, size, device
         store = OwnNumbers(store)  # torch calls its methods as long as the variable lives
         # By this name torch finds who takes part: older ones here, 2.11 in its registry of groups,
