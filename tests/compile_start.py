@@ -22,6 +22,7 @@ from nanovllm.engine.kv_cache import allocate_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.compile_ahead import compile_ahead
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.device import defaults
 
 DEEP = replace(SHALLOW, num_hidden_layers=3)  # one more than are gone through
@@ -56,12 +57,12 @@ class Runner(ModelRunner):
         self.sampled = zeros(max_num_seqs)
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
+    def _warm_up(self, params: SamplingParams) -> None:
         """As the runner's own, whose uploads need a GPU."""
         compile_kernels.prefill(self.model)
 
     def start(self) -> None:
-        self._warm_up()
+        self._warm_up(SamplingParams())
         self.kv_cache = allocate_kv_cache(self.model, 8, self.block_size)
         self._capture_graphs(with_prefill=True)
 

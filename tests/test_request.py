@@ -123,7 +123,7 @@ ANY_ID = st.one_of(
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(ANY_ID, max_size=40))
+@given(st.lists(ANY_ID, max_size=30))
 def test_after_each_token_the_text_is_the_tokenizers_without_an_open_end(ids: list[int]) -> None:
     """For any ids: the tokenizer's own decoding of all so far, less what may be half a character.
     Nothing shown is ever taken back."""
@@ -132,6 +132,37 @@ def test_after_each_token_the_text_is_the_tokenizers_without_an_open_end(ids: li
         assert text == TOKENIZER.decode(ids[:count], skip_special_tokens=True).rstrip(HALF)
         assert text.startswith(shown)
         shown = text
+
+
+BYTE = st.sampled_from(byte_ids("é€😀".encode() + b"\xff\xc0\x80a"))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(BYTE, ANY_ID), min_size=60, max_size=120), st.integers(0, 60))
+def test_long_rows_of_bytes_that_are_no_character(ids: list[int], num_bad: int) -> None:
+    """A part of them is shown before it is over; nothing is ever taken back, or shown otherwise
+    than the tokenizer does in the end."""
+    ids = [*ids[:30], *byte_ids(b"\x80" * num_bad), *ids[30:]]
+    whole = TOKENIZER.decode(ids, skip_special_tokens=True)
+    shown = ""
+    for count, text in enumerate(texts_of(ids), start=1):
+        assert text.startswith(shown) and whole.startswith(text)
+        assert text.startswith(TOKENIZER.decode(ids[:count], skip_special_tokens=True).rstrip(HALF))
+        shown = text
+
+
+def test_a_long_row_of_such_bytes_costs_no_more_than_a_short_one() -> None:
+    decoded: list[int] = []
+
+    class Counting:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            decoded.append(len(ids))
+            return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    detokenizer = Detokenizer(Counting(), ())
+    for token_id in byte_ids(b"\xff" * 500 + "€".encode()):
+        detokenizer.append(token_id)
+    assert detokenizer.text == HALF * 500 + "€" and max(decoded) <= 34
 
 
 # --- stop strings ---------------------------------------------------------------------------------

@@ -83,16 +83,18 @@ def test_the_warm_up_is_the_largest_prefill(
     limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
     runner = start(folder, max_num_batched_tokens=budget, **limits)
     steps: list[list[int]] = []
+    params = SamplingParams(logprobs=20)
     launch = runner.launch
 
     def noting(seqs: list[Sequence], is_prefill: bool) -> Any:
         assert is_prefill
         steps.append([seq.num_scheduled_tokens for seq in seqs])
+        assert {seq.sampling_params for seq in seqs} == {params}
         return launch(seqs, is_prefill)
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(runner, "launch", noting)
-    runner._warm_up()
+    runner._warm_up(params)
     assert steps == [lengths, [1] * max_num_seqs]
 
 

@@ -29,6 +29,7 @@ from nanovllm.layers import kernels
 from nanovllm.layers.attention import select_attention, torch_attention
 from nanovllm.layers.sampler import sample, top_logprobs
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.utils.context import use_context
 from nanovllm.utils.device import defaults, resolve_device, resolve_dtype
 from nanovllm.utils.hf import ModelConfig
@@ -97,7 +98,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 if kernels.usable(self.sampled):
                     self._compile_ahead(has_graphs, with_prefill)
-                self._warm_up()
+                self._warm_up(SamplingParams(logprobs=MAX_LOGPROBS))
             self.num_kvcache_blocks = self._num_blocks()
             self.kv_cache = allocate_kv_cache(self.model, self.num_kvcache_blocks, self.block_size)
             if has_graphs:
@@ -224,7 +225,7 @@ class ModelRunner:
         from nanovllm.layers.compile_ahead import compile_ahead
 
         def start() -> None:
-            self._warm_up()
+            self._warm_up(SamplingParams())  # a sampler that is not launched gives no ids
             if has_graphs:
                 allocate_kv_cache(self.model, 1, self.block_size)
                 self._capture_graphs(with_prefill, rehearse)
@@ -242,14 +243,15 @@ class ModelRunner:
         self.sampled.zero_()
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Reach the peak of memory: the largest prefill, then the largest batch of logits."""
+    def _warm_up(self, params: SamplingParams) -> None:
+        """Reach the peak of memory: the largest prefill, then the largest batch of logits, sampled
+        with `params`."""
         torch.cuda.reset_peak_memory_stats(self.device)
         budget, longest = self.config.max_num_batched_tokens, self.config.max_model_len
         starts = range(0, budget, longest)[: self.config.max_num_seqs]
         lengths = [min(longest, budget - start) for start in starts]
         for lens in (lengths, [1] * self.config.max_num_seqs):
-            seqs = [Sequence([0] * length, block_size=self.block_size) for length in lens]
+            seqs = [Sequence([0] * length, params, self.block_size) for length in lens]
             for seq in seqs:
                 seq.num_scheduled_tokens = len(seq)
                 seq.block_table = [0] * seq.num_blocks  # never read: there is no pool yet

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
+MAX_WINDOW, MIN_WINDOW = 32, 16  # tokens
 
 
 class Completion(TypedDict):
@@ -74,8 +75,23 @@ class Detokenizer:
             self._num_known = len(window)
         else:
             self._num_known = max(self._num_known, len(whole))
+            if len(self._token_ids) - self._start > MAX_WINDOW:
+                window = self._shortened(window)
         self._window = window
         return may_stop and self._cut_at_stop(searched)
+
+    def _shortened(self, window: str) -> str:
+        """After many bytes that are no character, a window of few tokens: to decode all of them
+        again for each token would take time quadratic in their number. Of a character still to be
+        completed at most three bytes are here, so what is before the last three replacements is
+        text; both windows end alike."""
+        settled = max(self._num_known, len(window) - 3)
+        self.text += window[self._num_known : settled]
+        self._start = len(self._token_ids) - MIN_WINDOW
+        self._read = max(self._read, self._start)
+        shorter = self._decode(self._start)
+        self._num_known = settled - (len(window) - len(shorter))
+        return shorter
 
     def settled_text(self) -> str:
         """The text without an end that may be the beginning of a stop string."""

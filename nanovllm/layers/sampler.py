@@ -131,17 +131,11 @@ def top_logprobs(
     """For each row {id: log-probability} of the counts[i] best ids, best first, and of the chosen
     one. logits [N, vocab], token_ids [N] the chosen ids."""
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
+    chosen = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
     best = logprobs.topk(min(max(counts), logits.shape[1]), dim=-1)
+    columns = [column.tolist() for column in (best.indices, best.values, token_ids, chosen)]
     results = []
-    for ids, values, count, own_id, own_value in zip(
-        best.indices.tolist(),
-        best.values.tolist(),
-        counts,
-        token_ids.tolist(),
-        chosen.squeeze(1).tolist(),
-        strict=True,
-    ):
+    for ids, values, own_id, own_value, count in zip(*columns, counts, strict=True):
         result = dict(zip(ids[:count], values[:count], strict=True))
         result.setdefault(own_id, own_value)
         results.append(result)
