@@ -8,8 +8,8 @@
 
 Default load: with a GPU `--dummy qwen3-0.6b` and the classic workload (256 requests, prompt and
 output lengths uniform in 100-1024, ids uniform in 0-10000, temperature 0.6, seed 0: 142,827 prompt
-and 133,966 output tokens). Without a GPU that would take hours: there it is the bundled tiny model
-and a small workload. Every request runs to its full output length (`ignore_eos`).
+and 133,966 output tokens). Without a GPU that would take hours: there it is the bundled tiny model,
+and a small workload for any model. Every request runs to its full output length (`ignore_eos`).
 
 What is timed is `LLM.generate`, from the first check of a prompt to the last completion's text.
 One short run before it, at most 8 output tokens a request, warms up kernels and allocator. Every
@@ -72,13 +72,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             text += f", of the small workload {SMALL_LENGTHS[name]}"
         parser.add_argument(*flags, default=default, help=text, **kind)
     args = parser.parse_args(argv)
+    if args.keep and not args.dummy:
+        parser.error("--keep is for the model that --dummy makes")
+    is_cuda = torch.cuda.is_available() and args.device != "cpu"
+    if not is_cuda:
+        parser.set_defaults(**SMALL_LENGTHS)
+        args = parser.parse_args(argv)
     if args.model is None and args.dummy is None:
-        if torch.cuda.is_available() and args.device != "cpu":
+        if is_cuda:
             args.dummy = "qwen3-0.6b"
         else:
             print("no GPU and no --model or --dummy: the bundled model and a small workload")
-            parser.set_defaults(model=str(BUNDLED_MODEL), **SMALL_LENGTHS)
-            args = parser.parse_args(argv)
+            args.model = str(BUNDLED_MODEL)
     if not (1 <= args.min_input <= args.max_input and 1 <= args.min_output <= args.max_output):
         parser.error(
             f"give lengths with 1 <= minimum <= maximum: input {args.min_input} to "

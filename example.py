@@ -36,6 +36,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--tp", metavar="N", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=int,
+        default=4096,
+        help="longest prompt and completion; on a CPU large models want less: 2048",
+    )
     parser.add_argument("--temperature", metavar="T", type=float, default=0.6, help="0 is greedy")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="per completion")
     return parser.parse_args(argv)
@@ -46,7 +53,12 @@ def run(args: argparse.Namespace) -> None:
     prompts = args.prompts or (PLAY if is_bundled else QUESTIONS)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
 
-    with LLM(args.model, tensor_parallel_size=args.tp, enforce_eager=args.enforce_eager) as llm:
+    with LLM(
+        args.model,
+        tensor_parallel_size=args.tp,
+        enforce_eager=args.enforce_eager,
+        max_model_len=args.max_model_len,
+    ) as llm:
         is_chat = llm.tokenizer.chat_template is not None and not is_bundled
         start = perf_counter()
         if is_chat:

@@ -60,7 +60,9 @@ class Config:
                 raise TypeError(
                     f"unknown setting {name!r}: {hint}valid settings are " + ", ".join(valid)
                 )
-        return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **settings)
+        if isinstance(model, (str, os.PathLike)):
+            model = os.path.expanduser(os.fspath(model))
+        return cls(model=model, **settings)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):

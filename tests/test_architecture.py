@@ -228,14 +228,14 @@ def num_lines(paths: list[Path]) -> int:
 def test_the_engine_can_be_read_in_an_evening() -> None:
     """The tools around it do not count. The Triton kernels are a second evening: with the plain
     torch beside each of them the engine is whole. So is the running of several GPUs, which one
-    GPU never enters. Both are counted apart; all three together are about 5,550 lines."""
+    GPU never enters. Both are counted apart; all three together are about 5,580 lines."""
     engine = [path for path in FILES if not TOOLS & set(path.parts)]
     kernels = [path for path in engine if path.stem in KERNELS]
     several = [path for path in engine if path.stem in SEVERAL_GPUS]
     assert (len(kernels), len(several)) == (len(KERNELS), len(SEVERAL_GPUS))
-    assert num_lines([path for path in engine if path not in kernels + several]) <= 3420
-    assert num_lines(kernels) <= 1380
-    assert num_lines(several) <= 760
+    assert num_lines([path for path in engine if path not in kernels + several]) <= 3450
+    assert num_lines(kernels) <= 1400
+    assert num_lines(several) <= 800
 
 
 def test_the_engine_never_imports_the_tools() -> None:

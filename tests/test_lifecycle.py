@@ -83,7 +83,7 @@ def test_use_after_exit_says_so(llm: LLM) -> None:
         llm.step,
     ]
     for use in uses:
-        with pytest.raises(RuntimeError, match="exited: build a new one"):
+        with pytest.raises(RuntimeError, match="this engine has exited"):
             use()
     assert llm.is_finished()
 

@@ -141,6 +141,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected(build: Build) 
     llm._run_ahead.runner = llm.model_runner
     llm.model_runner.call = lambda method, *args: calls.append(method) or runner_call(method, *args)
     assert len(completions(llm, [[1, 2, 3]], SamplingParams(max_tokens=5, **GREEDY))[0]) == 5
+    calls = [method for method in calls if method != "check"]
     assert calls == ["launch", *["launch", "collect"] * 4, "collect"]
 
 

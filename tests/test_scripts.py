@@ -109,7 +109,7 @@ def test_example_passes_its_settings_through(
     monkeypatch.setattr(example, "LLM", no_llm)
     with pytest.raises(ValueError, match="enough"):
         example.run(example.parse_args(["--tp", "3", "--enforce-eager"]))
-    assert seen == {"tensor_parallel_size": 3, "enforce_eager": True}
+    assert seen == {"tensor_parallel_size": 3, "enforce_eager": True, "max_model_len": 4096}
 
 
 @pytest.mark.parametrize("script", ["example.py", "bench.py"])
@@ -123,9 +123,14 @@ def test_bad_model_folder_is_one_line(script: str, tmp_path: Path) -> None:
 # --- bench.py: the load ---------------------------------------------------------------------------
 
 
-def test_classic_workload(bench: ModuleType) -> None:
-    """The load of the published figures: 142,827 prompt and 133,966 output tokens."""
-    args = bench.parse_args(["--dummy", "qwen3-0.6b"])
+def test_classic_workload(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load of the published figures: 142,827 prompt and 133,966 output tokens. Without a GPU,
+    which it would keep busy for hours, a small one."""
+    small = bench.parse_args(["--dummy", "qwen3-0.6b", "--device", "cpu", "--max-input", "99"])
+    assert (small.num_seqs, small.max_input, small.max_output) == (8, 99, 64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = bench.parse_args([])
+    assert args.dummy == "qwen3-0.6b"
     load = bench.draw_workload(args, args.max_token_id)
     assert len(load.prompts) == len(load.output_lens) == 256
     assert sum(map(len, load.prompts)) == 142_827
@@ -163,9 +168,17 @@ def test_default_load(has_gpu: bool, bench: ModuleType, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "flags", ["--min-input 9 --max-input 8", "--num-seqs 0", "--min-input 0", "--min-output 0"]
+    "flags",
+    [
+        "--min-input 9 --max-input 8",
+        "--num-seqs 0",
+        "--min-input 0",
+        "--min-output 0",
+        "--keep here",
+        "--model there --keep here",
+    ],
 )
-def test_impossible_loads_are_refused(flags: str, bench: ModuleType) -> None:
+def test_impossible_flags_are_refused(flags: str, bench: ModuleType) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.parse_args(flags.split())
     assert stop.value.code == 2

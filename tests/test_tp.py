@@ -299,5 +299,5 @@ def test_case_36_start_where_names_and_ports_are_taken_and_exit_twice(folder: Pa
         stale.unlink()
     assert set(multiprocessing.active_children()) == children_before
     assert set(os.listdir("/dev/shm")) == shared_before
-    with pytest.raises(RuntimeError, match="exited: build a new one"):
+    with pytest.raises(RuntimeError, match="this engine has exited"):
         llm.step()

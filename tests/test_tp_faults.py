@@ -4,9 +4,11 @@ rank it was and why, and nothing is left.
 An engine that a test has broken is replaced in the same process for the next test, and has to work.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -83,8 +85,9 @@ def assert_ended(llm: LLM, pids: list[int]) -> None:
         with pytest.raises(RuntimeError) as caught:
             generate(llm)
         assert str(caught.value) == failure
-    with pytest.raises(RuntimeError, match="the engine has ended"):
-        llm.add_request(PROMPTS[0], PARAMS)
+    for use in (llm.add_request, llm.stream, lambda *_: llm.step()):
+        with pytest.raises(RuntimeError, match="the engine has ended"):
+            use(PROMPTS[0], PARAMS)
     assert llm.is_finished()
     llm.exit()
     llm.exit()
@@ -185,7 +188,8 @@ def test_killed_one_of_four(folder: Path, expected: list[list[int]], phase: str)
         with killed_while_waited_for(worker(llm, 2)):
             message = message_of_end(llm.step)
     assert f"rank 2 (process {pids[1]}) was killed by SIGKILL" in message
-    llm.abort(llm.scheduler.waiting[0].seq_id)
+    for seq in (*llm.scheduler.waiting, *llm.scheduler.running):
+        llm.abort(seq.seq_id)
     assert_ended(llm, pids)
 
 
@@ -259,11 +263,68 @@ def test_ctrl_c_does_not_leave_an_exit_halfway(
 
 
 def test_a_fork_leaves_the_engine_to_its_parent(llm: LLM, expected: list[list[int]]) -> None:
+    """Also one that ends as any process does, and multiprocessing's with it."""
     if (child := os.fork()) == 0:
         llm.exit()
+        atexit._run_exitfuncs()
         os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     assert generate(llm) == expected
+
+
+def test_a_signal_in_a_step_reaches_the_callers_event_loop(llm: LLM) -> None:
+    """It waits for the signal's number in a socket of its own."""
+    theirs, mine = socket.socketpair()
+    mine.setblocking(False)
+    theirs.settimeout(BOUND)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before = signal.set_wakeup_fd(mine.fileno())
+    try:
+        with llm.model_runner._workers.ended_by_interrupts():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert theirs.recv(1) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(before) == mine.fileno()
+    finally:
+        signal.set_wakeup_fd(before)
+        signal.signal(signal.SIGUSR1, handler)
+        theirs.close()
+        mine.close()
+
+
+def test_one_ctrl_c_that_comes_twice_is_one(llm: LLM, expected: list[list[int]]) -> None:
+    """A launcher may pass on what the terminal sends to all."""
+    launch = llm.model_runner.launch
+
+    def interrupted(*args: Any) -> Any:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        return launch(*args)
+
+    llm.model_runner.launch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    del llm.model_runner.launch
+    assert generate(llm) == expected
+
+
+def test_ctrl_c_ends_a_start_whose_rank_is_stuck(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the place where the ranks meet."""
+    join_group = Workers.join_group
+
+    def join(self: Workers, *args: Any) -> Any:
+        os.kill(self._processes[0].pid, signal.SIGSTOP)
+        timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        return join_group(self, *args)
+
+    monkeypatch.setattr(Workers, "join_group", join)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        start(folder)
+    assert time.monotonic() - begin < BOUND + 5
 
 
 def test_how_it_died_while_another_thread_takes_the_exit_code() -> None:

@@ -101,7 +101,6 @@ class LLMEngine:
         id outside the vocabulary, or leaves no room within max_model_len or the KV pool.
         """
         self._check_running()
-        self.model_runner.call("check")
         seq = self._make_seq(prompt, checked_params(sampling_params))
         self._add([Request(seq, self.tokenizer)])
         return seq.seq_id
@@ -299,14 +298,15 @@ class LLMEngine:
                 self.requests[request.seq.seq_id] = request
 
     def _end_loop(self, requests: list[Request]) -> None:
-        """Leave no step in flight, and drop those of `requests` that have not finished."""
-        try:
-            self._run_ahead.drain(self._on_tokens)
-        finally:
-            with interrupts_held():
-                for request in requests:
-                    self.abort(request.seq.seq_id)
+        """Drop those of `requests` that have not finished, and leave no step in flight."""
+        with interrupts_held():
+            for request in requests:
+                self.abort(request.seq.seq_id)
+        self._run_ahead.drain(self._on_tokens)
 
     def _check_running(self) -> None:
         if not self._finalizer.alive:
-            raise RuntimeError("this engine has exited: build a new one")
+            raise RuntimeError(
+                "this engine has exited (or is the parent process's): build a new one"
+            )
+        self.model_runner.call("check")

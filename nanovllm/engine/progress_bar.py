@@ -27,7 +27,7 @@ class ProgressBar:
         if self.bar.disable or not num_tokens:
             return
         now = perf_counter()
-        self.speed[num_tokens > 0] = abs(num_tokens) / (now - self.since)
+        self.speed[num_tokens > 0] = abs(num_tokens) / max(now - self.since, 1e-9)
         self.since = now
         manager = self.scheduler.block_manager
         shown = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +62,7 @@ def token_ids_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocab_size:
             f"a prompt must be text or a list of token ids, got {prompt!r} (a list of prompts, for "
             "generate, is as [[1, 2, 3]]; an array has tolist())"
         )
-    check_ids(token_ids, vocab_size, "token id")
-    return list(map(int, token_ids))
+    return check_ids(token_ids, vocab_size, "token id")
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
@@ -72,15 +72,18 @@ def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> 
         raise ValueError(f"the text {text!r} cannot be tokenized: {error}") from error
 
 
-def check_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, what: str) -> None:
-    """Raise TypeError for an id that is no int, ValueError for one outside 0..vocab_size-1."""
-    # Of plain ints the least and the largest tell of all.
-    plain = token_ids and {int}.issuperset(map(type, token_ids))
-    for token_id in (min(token_ids), max(token_ids)) if plain else token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise TypeError(f"{what}s must be ints, got {token_id!r} (an array has tolist())")
+def check_ids(token_ids: Sequence[int], vocab_size: int, what: str) -> list[int]:
+    """As plain ints. Raise TypeError for an id that is no int, ValueError for one outside
+    0..vocab_size-1."""
+    is_plain = {int}.issuperset(map(type, token_ids))
+    ids = list(token_ids) if is_plain else list(map(as_int, token_ids))
+    if None in ids:
+        wrong = token_ids[ids.index(None)]
+        raise TypeError(f"{what}s must be ints, got {wrong!r} (an array has tolist())")
+    for token_id in (min(ids), max(ids)) if ids else ():  # they tell of all
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{what} {token_id} is outside the vocabulary 0..{vocab_size - 1}")
+    return ids
 
 
 def render_chat(

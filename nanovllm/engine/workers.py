@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import _children
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,7 @@ from nanovllm.utils.process_group import ProcessGroup, connect_store, open_store
 
 GRACE = 5.0  # seconds for what should take a few milliseconds
 _STARTING = threading.Lock()  # what is changed while processes start is the whole process's
+_ALL: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 class Workers:
@@ -53,26 +56,29 @@ class Workers:
         self._changed = threading.Condition()  # guards what the watch writes, and tells of it
         self._num_ready = 0
         self._is_ending = False
+        self._first_interrupt: float | None = None  # when it came, in this step
+        self._others_wakeup = -1  # the caller's own wakeup fd, while a step has another
+        self._woken, self._waker = socket.socketpair()  # by signals, see `ended_by_interrupts`
+        self._waker.setblocking(False)
         self._server, self._port = open_store()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        _ALL.add(self)
         job = Job(0, self._port, config, model_config, eos_token_ids, os.getpid())
-        try:
-            with _STARTING, _interrupts_blocked(), _main_module_hidden():
-                for rank in range(1, self.size):
-                    self._start(job._replace(rank=rank))
-        except BaseException:
-            self.kill()
-            for process in self._processes:
-                process.join()
-            raise
-        self._num_interrupts = 0  # since the step began
-        self._woken, self._waker = socket.socketpair()  # by signals, see `ended_by_interrupts`
-        self._waker.setblocking(False)
-        self._watch_thread = threading.Thread(
-            target=self._watch, name="nanovllm-watch", daemon=True
-        )
-        self._watch_thread.start()
+        with interrupts_held():
+            try:
+                with _STARTING, _interrupts_blocked(), _main_module_hidden():
+                    for rank in range(1, self.size):
+                        self._start(job._replace(rank=rank))
+            except BaseException:
+                self.kill()
+                for process in self._processes:
+                    process.join()
+                raise
+            self._watch_thread = threading.Thread(
+                target=self._watch, name="nanovllm-watch", daemon=True
+            )
+            self._watch_thread.start()
 
     def _start(self, job: Job) -> None:
         context = get_context("spawn")
@@ -114,21 +120,23 @@ class Workers:
 
     @contextmanager
     def ended_by_interrupts(self) -> Iterator[None]:
-        """A step that all ranks do together: the first Ctrl-C comes after it, the second ends all
-        ranks, since one that is stuck (stopped, swapped out) may never let the step end.
+        """A step that all ranks do together: the first Ctrl-C comes after it; one that follows half
+        a second later, or more, ends all ranks: one that is stuck (stopped, swapped out) may never
+        let the step end.
 
         The watch learns of both by the signal's number in a socket: while this thread waits in a
         library, no Python code of a signal handler runs."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Ctrl-C does not reach it
             return
-        self._num_interrupts = 0
-        before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        try:
-            with interrupts_held():
+        with interrupts_held():
+            self._first_interrupt = None
+            fd = self._waker.fileno()
+            self._others_wakeup = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+            try:
                 yield
-        finally:
-            signal.set_wakeup_fd(before)
+            finally:
+                signal.set_wakeup_fd(self._others_wakeup)
 
     def send(self, *message: Any) -> None:
         """Send one message to all; pickled once. Blocks only while a worker's pipe is full."""
@@ -188,9 +196,7 @@ class Workers:
             failed: list[tuple[float, str]] = []
             for pipe in wait([*running, self._woken]):
                 if pipe is self._woken:
-                    self._num_interrupts += pipe.recv(64).count(signal.SIGINT)
-                    if self._num_interrupts > 1:
-                        self._stop("it was interrupted twice in one step")
+                    self._on_signals(pipe.recv(64))
                     continue
                 report = _read(pipe)
                 if report is not None and report.error is None:
@@ -206,6 +212,18 @@ class Workers:
                     failed.append((report.time, f"rank {rank} failed:\n{report.error}"))
             if failed:
                 self._stop(min(failed)[1])
+
+    def _on_signals(self, numbers: bytes) -> None:
+        if self._others_wakeup >= 0:  # such as an event loop's
+            with suppress(OSError):
+                os.write(self._others_wakeup, numbers)
+        now = time.monotonic()
+        if signal.SIGINT not in numbers:
+            return
+        if self._first_interrupt is None:
+            self._first_interrupt = now
+        elif now - self._first_interrupt >= 0.5:  # not one Ctrl-C that came twice
+            self._stop("it was interrupted twice in one step")
 
     def _how_it_died(self, rank: int) -> str:
         process = self._processes[rank - 1]
@@ -262,3 +280,13 @@ def _main_module_hidden() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def _leave_to_the_parent() -> None:
+    """In a fork, whose normal end would terminate all children that multiprocessing knows of."""
+    for workers in _ALL:
+        _children.difference_update(workers._processes)
+
+
+if hasattr(os, "fork"):
+    os.register_at_fork(after_in_child=_leave_to_the_parent)

@@ -32,7 +32,7 @@ def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int
     (docs/measurements.md)."""
     multiprocessors, shared = gpu_limits(device)
     if row_bytes > 256:  # not every GPU has the shared memory for more
-        return 32, 3 if 128 * row_bytes + (20 << 10) <= shared else 2
+        return (32, 3) if row_bytes <= 512 else (16, 3)
 
     def at_once(tile: tuple[int, int]) -> int:
         keys, stages = tile

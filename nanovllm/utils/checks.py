@@ -1,19 +1,29 @@
 """Checks of what a caller gives: numbers within bounds. Imports no torch."""
 
+import operator
 import sys
-from numbers import Integral, Real
+from numbers import Real
+
+
+def as_int(value: object) -> int | None:
+    """A plain int for an int, numpy's too; None for anything else. bool is an int in Python; a
+    max_tokens of True is a mistake."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value` as an int: it may be numpy's. TypeError unless it is one, ValueError unless it is in
     low..high."""
     bounds = f">= {low}" if high is None else f"in {low}..{high}"
-    # bool is an int in Python; a max_tokens of True is a mistake.
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    number = as_int(value)
+    if number is None:
         raise TypeError(f"{name} must be an int {bounds}, got {value!r}")
-    if value < low or (high is not None and value > high):
+    if number < low or (high is not None and number > high):
         raise ValueError(f"{name} must be {bounds}, got {value!r}")
-    return int(value)
+    return number
 
 
 def keep_int(settings: object, name: str, low: int, high: int | None = None) -> None:

@@ -25,8 +25,8 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[-1])
+        for args in caught:
+            handler(*args)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -79,7 +80,8 @@ class ProcessGroup:
             # A GPU that cannot be used must show now: inside NCCL nothing can interrupt the others.
             torch.zeros(1, device=device)
         store.set(f"rank {rank}", "")
-        store.wait([f"rank {i}" for i in range(size)], NO_LIMIT)
+        while not store.check([f"rank {i}" for i in range(size)]):
+            time.sleep(0.01)  # not wait(), in which no Ctrl-C would be heard
         if device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()
             # All are there, so this takes milliseconds; it notices no peer that dies meanwhile.
