@@ -29,6 +29,7 @@ from processes import (
     kill,
     killed_while_waited_for,
     message_of_end,
+    remains,
     start,
     wait_until_gone,
     worker,
@@ -306,6 +307,20 @@ def test_one_ctrl_c_that_comes_twice_is_one(llm: LLM, expected: list[list[int]])
         generate(llm)
     del llm.model_runner.launch
     assert generate(llm) == expected
+
+
+def test_ctrl_c_while_ranks_are_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have been are ended."""
+    before, start_one = remains(), Workers._start
+
+    def interrupted(self: Workers, *args: Any) -> None:
+        start_one(self, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Workers, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(folder, size=4)
+    assert remains() == before
 
 
 def test_ctrl_c_ends_a_start_whose_rank_is_stuck(

@@ -30,12 +30,14 @@ class LeadRunner(ModelRunner):
         device = resolve_device(config.device, 0, size)
         _check_split(model_config, size)
         self._steps = StepWriter()
-        self._workers = Workers(config, model_config, eos_token_ids)
         try:
+            self._workers = Workers(config, model_config, eos_token_ids)
             tp = self._workers.join_group(device)
             super().__init__(config, model_config, eos_token_ids, tp)
             self._workers.wait_until_ready()
         except BaseException as error:
+            if not hasattr(self, "_workers"):
+                raise  # they have ended themselves
             told = self._workers.fail(error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
             if hasattr(self, "device"):

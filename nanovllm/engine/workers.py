@@ -65,20 +65,19 @@ class Workers:
         self._processes: list[Any] = []
         _ALL.add(self)
         job = Job(0, self._port, config, model_config, eos_token_ids, os.getpid())
-        with interrupts_held():
-            try:
+        self._watch_thread = threading.Thread(
+            target=self._watch, name="nanovllm-watch", daemon=True
+        )
+        try:
+            with interrupts_held():  # so that none is started and not noted down
                 with _STARTING, _interrupts_blocked(), _main_module_hidden():
                     for rank in range(1, self.size):
                         self._start(job._replace(rank=rank))
-            except BaseException:
-                self.kill()
-                for process in self._processes:
-                    process.join()
-                raise
-            self._watch_thread = threading.Thread(
-                target=self._watch, name="nanovllm-watch", daemon=True
-            )
-            self._watch_thread.start()
+                self._watch_thread.start()
+        except BaseException:
+            self.kill()
+            self.end()
+            raise
 
     def _start(self, job: Job) -> None:
         context = get_context("spawn")
@@ -174,7 +173,8 @@ class Workers:
             self.kill()
             for process in self._processes:
                 process.join()
-        self._watch_thread.join(GRACE)
+        if self._watch_thread.is_alive():
+            self._watch_thread.join(GRACE)
         for end in (*self._pipes, self._woken, self._waker):
             end.close()
         if self.group is not None:
