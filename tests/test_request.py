@@ -100,19 +100,24 @@ def test_special_tokens_have_no_text_even_inside_a_character() -> None:
     assert texts_of(ids) == ["", "a", "a", "a", "a", "a", "a", "a€", "a€"]
 
 
+class Counting:
+    """The tokenizer, and how many ids it decoded in each call."""
+
+    def __init__(self) -> None:
+        self.decoded: list[int] = []
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.decoded.append(len(ids))
+        return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
 def test_a_long_row_of_special_tokens_costs_no_more_than_a_short_one() -> None:
     """With ignore_eos a model may emit nothing else: what is decoded must not grow."""
-    decoded: list[int] = []
-
-    class Counting:
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-            decoded.append(len(ids))
-            return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    detokenizer = Detokenizer(Counting(), ())
+    tokenizer = Counting()
+    detokenizer = Detokenizer(tokenizer, ())
     for token_id in [*byte_ids(b"ab"), *[IM_END] * 500, *byte_ids(b"cd")]:
         detokenizer.append(token_id)
-    assert detokenizer.text == "abcd" and max(decoded) <= 3
+    assert detokenizer.text == "abcd" and max(tokenizer.decoded) <= 3
 
 
 ANY_ID = st.one_of(
@@ -152,17 +157,11 @@ def test_long_rows_of_bytes_that_are_no_character(ids: list[int], num_bad: int) 
 
 
 def test_a_long_row_of_such_bytes_costs_no_more_than_a_short_one() -> None:
-    decoded: list[int] = []
-
-    class Counting:
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-            decoded.append(len(ids))
-            return TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    detokenizer = Detokenizer(Counting(), ())
+    tokenizer = Counting()
+    detokenizer = Detokenizer(tokenizer, ())
     for token_id in byte_ids(b"\xff" * 500 + "€".encode()):
         detokenizer.append(token_id)
-    assert detokenizer.text == HALF * 500 + "€" and max(decoded) <= 34
+    assert detokenizer.text == HALF * 500 + "€" and max(tokenizer.decoded) <= 34
 
 
 # --- stop strings ---------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ def allocate_kv_cache(model: Qwen3ForCausalLM, num_blocks: int, block_size: int)
     """Make the pool, in the model's dtype and on its device, and give each layer of `model` its K
     and V slices. Raises ValueError if memory does not suffice.
 
-    Zeros, not garbage: FlashAttention loads whole tiles of K and V, past a sequence's end as well,
-    and multiplies those positions by 0; 0 * NaN is NaN.
+    Zeros, not garbage: attention may load whole tiles of K and V, past a sequence's end as well,
+    and multiply those positions by 0; 0 * NaN is NaN.
     """
     weight = model.lm_head.weight
     shape = kv_shape(model, num_blocks, block_size)
