@@ -154,11 +154,14 @@ def engine_logits(model: Qwen3ForCausalLM, token_ids: list[int]) -> torch.Tensor
     ends = torch.tensor([0, length], dtype=torch.int32)
     nowhere = torch.full((length,), -1, dtype=torch.int32)
     prefill = Context(True, nowhere, ends, ends, max_seqlen_q=length, max_seqlen_k=length)
+    stream = model.model.embed_tokens(torch.tensor(token_ids)), None
     with use_context(prefill):
-        hidden = model(torch.tensor(token_ids), torch.arange(length))
-    # In prefill the LM head keeps only last positions; in decode every row is one.
-    with use_context(Context(False, nowhere)):
-        return model.compute_logits(hidden)
+        for layer in model.model.layers:  # as the model's, whose last one drops all but one row
+            stream = layer(torch.arange(length), stream)
+        last = model.compute_logits(model(torch.tensor(token_ids), torch.arange(length)))
+    logits = model.compute_logits(model.model.norm.add_norm(*stream)[0])
+    torch.testing.assert_close(last, logits[-1:])
+    return logits
 
 
 # --- transformers ---------------------------------------------------------------------------------

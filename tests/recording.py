@@ -13,7 +13,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import LaunchedStep
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import PENDING, Sequence
-from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context, get_context
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -28,9 +27,9 @@ class Step:
     input_ids: list[int]
     positions: list[int]
     context: Context  # as an attention layer read it
-    hidden: torch.Tensor  # [T, hidden]
+    hidden: torch.Tensor  # [N, hidden]
     logits: torch.Tensor  # [N, vocab]
-    last_rows: list[int]  # rows of `hidden` that the logits belong to, found by comparing
+    last_rows: list[int]  # rows that go on from the last layer's attention, found by comparing
     finished: list[tuple[int, list[int]]]
     num_tokens: int
     num_free_blocks: int
@@ -43,13 +42,16 @@ class Watch:
         self.llm = llm
         self.steps: list[Step] = []
         self._seen: dict[str, Any] = {}
+        self._attended: list[torch.Tensor] = []
         self._run = llm.model_runner.run
         llm.model_runner.run = self._on_run
         model = llm.model_runner.model
         model.register_forward_hook(self._on_model)
         model.lm_head.register_forward_hook(self._on_lm_head)
-        first = next(module for module in model.modules() if isinstance(module, Attention))
-        first.register_forward_pre_hook(lambda *_: self._seen.update(context=get_context()))
+        first, last = model.model.layers[0].self_attn, model.model.layers[-1].self_attn
+        first.attn.register_forward_pre_hook(lambda *_: self._seen.update(context=get_context()))
+        last.attn.register_forward_hook(lambda *seen: self._attended.append(seen[-1].flatten(1)))
+        last.o_proj.register_forward_pre_hook(self._on_o_proj)
 
     def _on_run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         check_step(self.llm.scheduler, ScheduledBatch(seqs, is_prefill))
@@ -63,10 +65,12 @@ class Watch:
             input_ids=input_ids.tolist(), positions=positions.tolist(), hidden=hidden.clone()
         )
 
+    def _on_o_proj(self, module: Any, args: Any) -> None:
+        nearest = torch.cdist(args[0], self._attended.pop()).argmin(dim=1).tolist()
+        self._seen.update(last_rows=nearest)
+
     def _on_lm_head(self, lm_head: Any, args: Any, logits: torch.Tensor) -> None:
-        every_row = self._seen["hidden"] @ lm_head.weight.T
-        nearest = torch.cdist(logits, every_row).argmin(dim=1).tolist()
-        self._seen.update(logits=logits.clone(), last_rows=nearest)
+        self._seen.update(logits=logits.clone())
 
     def step(self) -> Step:
         """Run one step of the engine, check the scheduler's invariants, return the record."""

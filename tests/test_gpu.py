@@ -83,7 +83,7 @@ def decode_logits_graph_and_eager(
     runner = llm.model_runner
     assert runner.graphs is not None and runner.graphs.fits(len(seqs))
     hidden = runner.graphs.launch(seqs, {})
-    replayed = runner.model.lm_head.project(hidden).clone()
+    replayed = runner.model.compute_logits(hidden).clone()
     return replayed, runner.run_model(decode_inputs(seqs, runner.device))
 
 
@@ -376,7 +376,7 @@ def test_short_prefills_by_graph_equal_eager(build) -> None:
             seq.block_table = [3 * i + j for j in range(seq.num_blocks)]
             seqs.append(seq)
         assert graphs.fits(seqs)
-        replayed = llm.model_runner.model.lm_head.project(graphs.launch(seqs)).clone()
+        replayed = llm.model_runner.model.compute_logits(graphs.launch(seqs)).clone()
         inputs = prefill_inputs(seqs, eager.model_runner.device)
         assert relative_l2(replayed, eager.model_runner.run_model(inputs)) < 0.02, lengths
         for seq in seqs:

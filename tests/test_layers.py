@@ -157,18 +157,11 @@ def test_embedding_takes_rows() -> None:
     ]
 
 
-def test_lm_head_computes_last_positions_in_prefill_and_every_row_in_decode() -> None:
+def test_lm_head() -> None:
     head = ParallelLMHead(11, 4, ONE_RANK)
     head.weight.data.normal_()
-    hidden = torch.randn(220, 4)
-    slots, ends = torch.full((220,), -1), torch.tensor([0, 188, 220], dtype=torch.int32)
-    with use_context(Context(True, slots, ends, ends)):
-        in_prefill = head(hidden)
-    with use_context(Context(False, slots)):
-        in_decode = head(hidden)
-    torch.testing.assert_close(in_decode, hidden @ head.weight.T)
-    assert in_prefill.shape == (2, 11)
-    torch.testing.assert_close(in_prefill, in_decode[[187, 219]])
+    hidden = torch.randn(3, 4)
+    torch.testing.assert_close(head(hidden), hidden @ head.weight.T)
 
 
 # --- worked example: shapes -----------------------------------------------------------------------
@@ -190,8 +183,8 @@ def record_shapes(model: nn.Module, names: dict[str, str]) -> dict[str, list[tup
 
 
 def test_shapes_of_qwen3_06b() -> None:
-    """T = 220 positions of N = 2 requests through Qwen3-0.6B's real widths, one layer of them, on
-    the meta device."""
+    """T = 220 positions of N = 2 requests through Qwen3-0.6B's real widths, two layers of them, on
+    the meta device. Behind the last layer's attention only the last positions go on."""
     seen: list[tuple[int, ...]] = []
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
@@ -200,30 +193,31 @@ def test_shapes_of_qwen3_06b() -> None:
 
     with torch.device("meta"):
         model = Qwen3ForCausalLM(QWEN3_06B, attention)
-        del model.model.layers[1:]
+        del model.model.layers[2:]
         ends = torch.tensor([0, 188, 220], dtype=torch.int32)
         context = Context(True, torch.empty(220, dtype=torch.int32), ends, ends)
         ids = torch.zeros(220, dtype=torch.int64)
-    layer = "model.layers.0."
-    shapes = record_shapes(
-        model,
-        {
-            "embedding": "model.embed_tokens",
-            "qkv": layer + "self_attn.qkv_proj",
-            "o_proj": layer + "self_attn.o_proj",
-            "gate_up": layer + "mlp.gate_up_proj",
-            "down": layer + "mlp.down_proj",
-        },
-    )
+    names = {"embedding": "model.embed_tokens", "lm_head": "lm_head"}
+    for i, layer in enumerate(("model.layers.0.", "model.layers.1.")):
+        names[f"qkv {i}"] = layer + "self_attn.qkv_proj"
+        names[f"o_proj {i}"] = layer + "self_attn.o_proj"
+        names[f"gate_up {i}"] = layer + "mlp.gate_up_proj"
+        names[f"down {i}"] = layer + "mlp.down_proj"
+    shapes = record_shapes(model, names)
     with use_context(context):
         logits = model.compute_logits(model(ids, ids))
-    assert seen == [(220, 16, 128), (220, 8, 128), (220, 8, 128)]
+    assert seen == [(220, 16, 128), (220, 8, 128), (220, 8, 128)] * 2
     assert shapes == {
         "embedding": [(220,), (220, 1024)],
-        "qkv": [(220, 1024), (220, 4096)],
-        "o_proj": [(220, 2048), (220, 1024)],
-        "gate_up": [(220, 1024), (220, 6144)],
-        "down": [(220, 3072), (220, 1024)],
+        "qkv 0": [(220, 1024), (220, 4096)],
+        "o_proj 0": [(220, 2048), (220, 1024)],
+        "gate_up 0": [(220, 1024), (220, 6144)],
+        "down 0": [(220, 3072), (220, 1024)],
+        "qkv 1": [(220, 1024), (220, 4096)],
+        "o_proj 1": [(2, 2048), (2, 1024)],
+        "gate_up 1": [(2, 1024), (2, 6144)],
+        "down 1": [(2, 3072), (2, 1024)],
+        "lm_head": [(2, 1024), (2, 151936)],
     }
     assert logits.shape == (2, 151936)
 

@@ -238,8 +238,7 @@ def run_in_lockstep(models: list[Qwen3ForCausalLM], ids: torch.Tensor) -> torch.
             outs = [layer.mlp(norms[1], stream) for layer in layers]
             stream = sum(hidden for hidden, _ in outs), outs[0][1]
     hidden, _ = first.model.norm.add_norm(*stream)
-    with use_context(DECODE):
-        logits = torch.cat([model.lm_head(hidden) for model in models], dim=1)
+    logits = torch.cat([model.lm_head(hidden) for model in models], dim=1)
     return logits[:, : first.lm_head.vocab_size]
 
 

@@ -197,7 +197,7 @@ def test_walk_chunk_shapes() -> None:
     assert shapes["self_attn.o_proj"] == ([[220, 256]], [220, 256])
     assert shapes["mlp.gate_up_proj"] == ([[220, 256]], [220, 1536])
     assert shapes["mlp.down_proj"] == ([[220, 768]], [220, 256])
-    assert shapes["lm_head"] == ([[220, 256]], [2, 2048])
+    assert shapes["lm_head"] == ([[2, 256]], [2, 2048])
 
 
 def test_walk_prefix() -> None:

@@ -143,7 +143,7 @@ def test_lifecycle(folder: Path) -> None:
 
     step = watch.step()
     assert len(step.input_ids) == 160
-    assert step.hidden.shape == (160, 64)
+    assert step.hidden.shape == (2, 64)
     assert step.positions == [*range(64), *range(96)]
     assert step.context.cu_seqlens_q.tolist() == [0, 64, 160]
     assert step.context.cu_seqlens_k.tolist() == [0, 64, 160]

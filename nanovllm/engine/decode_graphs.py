@@ -110,7 +110,7 @@ class DecodeGraphs:
         )
         with use_context(context):
             hidden = self.model(input_ids, positions)
-            logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden)
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)  # on the first call, of the largest size
         self.hidden[:size] = hidden

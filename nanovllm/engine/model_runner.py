@@ -147,7 +147,7 @@ class ModelRunner:
         if hidden is not None:
             if resample:
                 # The LM head again, since a graph that kept its logits would cost GiBs in all.
-                logprobs = self._sample(self.model.lm_head.project(hidden), seqs)
+                logprobs = self._sample(self.model.compute_logits(hidden), seqs)
                 if not is_prefill:
                     self.graphs.override(self.sampled[: len(seqs)])
         else:
@@ -183,7 +183,7 @@ class ModelRunner:
         """[N, vocab_size] logits of the last positions on rank 0, None elsewhere. No graph."""
         with use_context(inputs.context):
             hidden = self.model(inputs.input_ids, inputs.positions)
-            return self.model.compute_logits(hidden)
+        return self.model.compute_logits(hidden)
 
     def _replay(self, seqs: list[Sequence], is_prefill: bool) -> torch.Tensor | None:
         """Start the step by a CUDA graph: the hidden states [N, hidden]. None if none holds it."""

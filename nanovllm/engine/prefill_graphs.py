@@ -84,12 +84,12 @@ class PrefillGraphs:
         )
         with use_context(context):
             hidden = self.model(inputs["input_ids"][:size], inputs["positions"][:size])
-            # For a sequence that is not there this is some other row: any will do.
-            last = hidden[(inputs["cu_seqlens"][1 : self.max_seqs + 1] - 1).clamp_min(0)]
+        # Without that of the padding. Of a sequence that is not there it is some row's.
+        hidden = hidden[: self.max_seqs]
         if self.hidden is None:
-            self.hidden = torch.empty_like(last)
-        self.hidden.copy_(last)
-        logits = self.model.lm_head.project(last)
+            self.hidden = torch.empty_like(hidden)
+        self.hidden.copy_(hidden)
+        logits = self.model.compute_logits(hidden)
         if logits is not None:
             sampling = SamplingInputs(
                 temperatures=inputs["temperatures"],

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import WeightSource, check_shape, linear
-from nanovllm.utils.context import get_context
 from nanovllm.utils.parallel import Summand, TensorParallel
 
 
@@ -48,19 +47,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits of the step's last positions, whole on rank 0. Shares the embedding's weight when
-    `tie_word_embeddings`."""
+    """Logits, whole on rank 0. Shares the embedding's weight when `tie_word_embeddings`."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[T, hidden] -> [N, vocab_size] on rank 0, None elsewhere."""
-        context = get_context()
-        if context.is_prefill:
-            # Only the last position of each request is ever sampled from.
-            hidden = hidden[context.cu_seqlens_q[1:] - 1]
-        return self.project(hidden)
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[N, hidden] -> [N, vocab_size] on rank 0, None elsewhere: logits of every row given."""
+        """[N, hidden] -> [N, vocab_size] on rank 0, None elsewhere."""
         logits = self.tp.gather(linear(hidden, self.weight, None))
         # The padding rows stand after the real vocabulary; cut off, they are never sampled.
         return None if logits is None else logits[:, : self.vocab_size]

@@ -67,14 +67,25 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(attention, config.head_dim**-0.5)
 
-    def forward(self, positions: torch.Tensor, norm: RMSNorm, stream: Stream) -> Stream:
+    def forward(
+        self,
+        positions: torch.Tensor,
+        norm: RMSNorm,
+        stream: Stream,
+        rows: torch.Tensor | None = None,
+    ) -> Stream:
+        """rows: the only ones that go on from here, if not all do."""
         qkv, residual = norm.add_norm_linear(*stream, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv, d]
         if kernels.usable(qkv):
-            return self.o_proj(self._fused(positions, qkv).flatten(1)), residual
-        q, k, v = self._split(qkv)
-        q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v).flatten(1)), residual  # [T, hidden]
+            out = self._fused(positions, qkv)
+        else:
+            q, k, v = self._split(qkv)
+            q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
+            out = self.attn(q, k, v)
+        if rows is not None:
+            out, residual = out[rows], residual[rows]
+        return self.o_proj(out.flatten(1)), residual  # [T, hidden], or [N, hidden]
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         num_kv_heads = self.qkv_proj.num_kv_heads
@@ -130,13 +141,16 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config, shared.tp)
 
-    def forward(self, positions: torch.Tensor, stream: Stream) -> Stream:
-        stream = self.self_attn(positions, self.input_layernorm, stream)
+    def forward(
+        self, positions: torch.Tensor, stream: Stream, rows: torch.Tensor | None = None
+    ) -> Stream:
+        stream = self.self_attn(positions, self.input_layernorm, stream, rows)
         return self.mlp(self.post_attention_layernorm, stream)
 
 
 class Qwen3Model(nn.Module):
-    """Token ids to normalized hidden states."""
+    """Token ids to the normalized hidden states that are sampled from: in prefill each sequence's
+    last, for which alone the last layer goes on after it has stored K and V and attended."""
 
     def __init__(
         self, config: ModelConfig, attention: AttentionFunction, tp: TensorParallel
@@ -155,16 +169,20 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.decode_attention is not None and not get_context().is_prefill:
-            self.decode_attention.plan(get_context(), self.layers[0].self_attn.attn.k_cache)
+        context, rows = get_context(), None
+        if context.is_prefill:
+            rows = context.cu_seqlens_q[1:] - 1
+        elif self.decode_attention is not None:
+            self.decode_attention.plan(context, self.layers[0].self_attn.attn.k_cache)
         stream = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             stream = layer(positions, stream)
-        return self.norm.add_norm(*stream)[0]
+        return self.norm.add_norm(*last(positions, stream, rows))[0]
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The model as the runner sees it: `forward`, then `compute_logits`, inside one Context."""
+    """The model as the runner sees it: `forward`, inside one Context, then `compute_logits`."""
 
     # module here -> {stored module: shard id}
     packed_modules_mapping: ClassVar = {
@@ -190,9 +208,9 @@ class Qwen3ForCausalLM(nn.Module):
             self.ignored_tensors = frozenset({"lm_head.weight"})
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T], [T] int -> [T, hidden]"""
+        """[T], [T] int -> [N, hidden], of each sequence's last position"""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[T, hidden] -> [N, vocab_size] on rank 0, None elsewhere."""
+        """[N, hidden] -> [N, vocab_size] on rank 0, None elsewhere."""
         return self.lm_head(hidden)

@@ -51,7 +51,7 @@ def run_forced(llm: LLM, paths: list[TokenPath], cold: bool = True) -> Run:
         hidden = replay(seqs, is_prefill)
         if hidden is not None:
             counts["prefill_replays"] += is_prefill
-            latest[:] = [runner.model.lm_head.project(hidden).float().clone()]
+            latest[:] = [runner.model.compute_logits(hidden).float().clone()]
         return hidden
 
     def forced_run(seqs: list[Sequence], is_prefill: bool) -> list[int]:
