@@ -71,7 +71,7 @@ class Step:
 
     def run(self, attention: "module.DecodeAttention") -> torch.Tensor:
         """By the kernel: [N, heads, d]; the pool gets the new k and v."""
-        attention.plan(self.context, self.pool[0])
+        attention.plan(self.context, self.shape.heads, self.pool[0])
         if ON_GPU:
             torch.cuda.synchronize()  # in a model, the embedding comes between
         return attention(
@@ -255,7 +255,28 @@ def test_tile_shape(
 ) -> None:
     """By how many programs a multiprocessor has, and how many it can run at once."""
     monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: gpu)
-    assert decode_kernels.tile_shape(programs, row_bytes, torch.device("cpu")) == tile
+    assert decode_kernels.tile_shape(programs, 2, row_bytes, torch.device("cpu")) == tile
+
+
+@pytest.mark.parametrize(
+    ("gpu", "programs", "tile"),
+    [
+        (H200, 264, LARGE),
+        (H200, 272, DEEP),
+        (H200, 528, DEEP),  # two, twice
+        (H200, 536, MANY[0]),
+        (H200, 1408, MANY[0]),
+        (A100, 216, LARGE),
+        (A100, 224, MANY[0]),
+        (RTX, 169, MANY[0]),
+    ],
+)
+def test_tile_shape_of_large_groups(
+    gpu: tuple[int, int], programs: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: gpu)
+    for group in (4, 8):
+        assert decode_kernels.tile_shape(programs, group, 256, torch.device("cpu")) == tile
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -74,7 +74,7 @@ def by_decode_attention(step: Step, k_cache: torch.Tensor, v_cache: torch.Tensor
         block_tables=torch.zeros(len(step.slots), 4, dtype=torch.int32, device=step.qkv.device),
     )
     attention = decode_attention.DecodeAttention()
-    attention.plan(context, k_cache)
+    attention.plan(context, 2 * step.num_kv_heads, k_cache)
     if step.qkv.is_cuda:
         torch.cuda.synchronize()  # in a model, the embedding comes between
     attention(

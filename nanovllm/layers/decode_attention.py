@@ -204,14 +204,15 @@ class DecodeAttention:
         # A step's context lengths, their work list, and the positions of a tile and stages for it.
         self.planned: tuple[torch.Tensor, torch.Tensor, tuple[int, int]]
 
-    def plan(self, context: Context, k_cache: torch.Tensor) -> None:
-        """Once a step, before its first layer, with any layer's cache [blocks, block_size,
-        kv_heads, d]: see which contexts are to be cut, and where. Between this and the first
-        layer's launch must be another kernel, launched without PDL."""
+    def plan(self, context: Context, num_heads: int, k_cache: torch.Tensor) -> None:
+        """Once a step, before its first layer, with any layer's query heads and cache [blocks,
+        block_size, kv_heads, d]: see which contexts are to be cut, and where. Between this and the
+        first layer's launch must be another kernel, launched without PDL."""
         *_, num_kv_heads, head_dim = k_cache.shape
         lens = context.context_lens
         row_bytes = triton.next_power_of_2(head_dim) * k_cache.element_size()
-        tile = tile_shape(len(lens) * num_kv_heads, row_bytes, lens.device)
+        group = num_heads // num_kv_heads
+        tile = tile_shape(len(lens) * num_kv_heads, group, row_bytes, lens.device)
         shares = max(PROGRAMS // num_kv_heads, 1)
         self.planned = lens, work_list(lens, shares, keys=tile[0]), tile
 

@@ -25,11 +25,11 @@ def gpu_limits(device: torch.device) -> tuple[int, int]:
     return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
-def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
-    """The tile and stages for so many programs and positions of so many bytes. The fewer programs
-    there are, the more of the memory's latency each must cover; where not all run at once it counts
-    how full the last wave is. Chosen by whole decode steps of Qwen3-0.6B on an H200
-    (docs/measurements.md)."""
+def tile_shape(programs: int, group: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+    """The tile and stages for so many programs, query heads of each, and positions of so many
+    bytes. The fewer programs there are, the more of the memory's latency each must cover; where not
+    all run at once it counts how full the last wave is. Chosen by whole decode steps of Qwen3-0.6B
+    on an H200, for larger groups of Qwen3-8B (docs/measurements.md)."""
     multiprocessors, shared = gpu_limits(device)
     if row_bytes > 256:  # not every GPU has the shared memory for more
         return (32, 3) if row_bytes <= 512 else (16, 3)
@@ -40,6 +40,8 @@ def tile_shape(programs: int, row_bytes: int, device: torch.device) -> tuple[int
 
     if programs <= min(multiprocessors, at_once(DEEP)):
         return DEEP
+    if group >= 4 and programs > 2 * multiprocessors:
+        return DEEP if programs <= 2 * at_once(DEEP) else MANY[0]
     for tile, waves in ((LARGE, 1), (SMALL, 1), (LARGE, 2)):
         if programs <= waves * at_once(tile):
             return tile

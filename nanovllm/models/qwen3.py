@@ -173,7 +173,9 @@ class Qwen3Model(nn.Module):
         if context.is_prefill:
             rows = context.cu_seqlens_q[1:] - 1
         elif self.decode_attention is not None:
-            self.decode_attention.plan(context, self.layers[0].self_attn.attn.k_cache)
+            attention = self.layers[0].self_attn
+            num_heads = attention.qkv_proj.num_heads
+            self.decode_attention.plan(context, num_heads, attention.attn.k_cache)
         stream = self.embed_tokens(input_ids), None
         *layers, last = self.layers
         for layer in layers:

@@ -171,7 +171,7 @@ class KernelCases:
 
         attention = DecodeAttention()
         caches = pool.clone()
-        attention.plan(context, caches[0])
+        attention.plan(context, self.num_heads, caches[0])
         lens.clone()  # any kernel, as a model's embedding
         out = attention(qkv, *self.norm_and_rope, *caches, context, self.scale)
         return self._judged(list(caches) if stored else [out[lens > 0]], plain, qkv, pool)
