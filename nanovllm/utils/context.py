@@ -1,4 +1,4 @@
-"""Context: what one step's attention and last layer need to know, without passing it through a model.
+"""Context: what a step's attention and last layer need to know, without passing it through a model.
 
 The runner opens it around one forward pass; the layers read it with `get_context()`.
 """
