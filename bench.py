@@ -209,7 +209,8 @@ def measure_all(llm: TimedLLM, args: argparse.Namespace, max_id: int) -> list[di
     if longest > llm.config.max_model_len:
         raise ValueError(
             f"a request of the workload has {longest} tokens, more than max_model_len="
-            f"{llm.config.max_model_len}: raise --max-model-len, or lower --max-input, --max-output"
+            f"{llm.config.max_model_len}: raise --max-model-len, if the model allows more, "
+            "or lower --max-input, --max-output"
         )
     warm_up = loads.pop()
     short = [min(num_out, 8) for num_out in warm_up.output_lens]

@@ -70,6 +70,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--walk has its own prompts: give one or the other")
     if not is_own and (args.max_tokens is not None or args.temperature is not None):
         parser.error("--max-tokens and --temperature are for prompts of your own: give some")
+    if args.svg and not args.svg.parent.is_dir():
+        parser.error(f"--svg {args.svg}: there is no folder {args.svg.parent}")
     return args
 
 

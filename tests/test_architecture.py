@@ -228,7 +228,7 @@ def num_lines(paths: list[Path]) -> int:
 def test_the_engine_can_be_read_in_an_evening() -> None:
     """The tools around it do not count. The Triton kernels are a second evening: with the plain
     torch beside each of them the engine is whole. So is the running of several GPUs, which one
-    GPU never enters. Both are counted apart; all three together are about 5,580 lines."""
+    GPU never enters. Both are counted apart; all three together are about 5,610 lines."""
     engine = [path for path in FILES if not TOOLS & set(path.parts)]
     kernels = [path for path in engine if path.stem in KERNELS]
     several = [path for path in engine if path.stem in SEVERAL_GPUS]

@@ -88,6 +88,24 @@ MALFORMED: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
+def test_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen3's enable_thinking; a template that refuses one tells."""
+    template = "{{ messages[0].content }}{% if not think | default(true) %}!{% endif %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    prompts: list[str] = []
+    encode = llm.tokenizer.encode
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda text, **keys: prompts.append(text) or encode(text, **keys)
+    )
+    for options in (None, {}, {"think": True}, {"think": False}):
+        llm.chat(WHO, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+    assert prompts == [WHO[0]["content"]] * 3 + [WHO[0]["content"] + "!"]
+    with pytest.raises(TypeError, match="chat_template_kwargs must be a dict, got 'think'"):
+        llm.chat(WHO, GREEDY, use_tqdm=False, chat_template_kwargs="think")
+    with pytest.raises(ValueError, match="conversation 0: the chat template refused it"):
+        llm.chat(WHO, GREEDY, use_tqdm=False, chat_template_kwargs={"tokenize": True})
+
+
 @pytest.mark.parametrize(("conversations", "error", "match"), MALFORMED)
 def test_malformed_conversations(
     llm: LLM, conversations: Any, error: type[Exception], match: str

@@ -172,7 +172,7 @@ class LLMEngine:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: str | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
@@ -207,19 +207,23 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[Completion]:
         """`generate` on conversations rendered by the tokenizer's chat template.
 
         conversations: messages ({"role": ..., "content": ...}), or a list of such lists.
+        chat_template_kwargs: what the template takes beside, as {"enable_thinking": False}.
         Raises ValueError if there is no template or one refuses a conversation, TypeError for
         another shape; for the rest see `generate`.
         """
-        prompts = render_chat(conversations, self.tokenizer, add_generation_prompt)
+        prompts = render_chat(
+            conversations, self.tokenizer, add_generation_prompt, chat_template_kwargs
+        )
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: str | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> Iterator[Increment]:
         """As `generate`, but yield each prompt's text and ids as they come.

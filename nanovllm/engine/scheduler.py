@@ -82,8 +82,8 @@ class Scheduler:
         if seq.num_prompt_tokens >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {seq.num_prompt_tokens} tokens, which leaves no room for a "
-                f"completion within max_model_len={self.max_model_len}: shorten it, or start the "
-                "engine with a larger max_model_len, up to the model's max_position_embeddings"
+                f"completion within max_model_len={self.max_model_len}: shorten it, or raise "
+                "max_model_len where the model's max_position_embeddings is larger"
             )
         # The last token to be accepted is never fed back, so it needs no slot.
         positions = min(seq.num_prompt_tokens + seq.max_tokens, self.max_model_len) - 1
@@ -91,7 +91,8 @@ class Scheduler:
             raise ValueError(
                 f"a prompt of {seq.num_prompt_tokens} tokens with max_tokens={seq.max_tokens} may "
                 f"need {positions} KV positions, but the whole pool has {num_blocks * block_size} "
-                f"({num_blocks} blocks of {block_size}): lower max_tokens or enlarge the pool"
+                f"({num_blocks} blocks of {block_size}): shorten the prompt, lower max_tokens or "
+                "enlarge the pool (num_kvcache_blocks or gpu_memory_utilization)"
             )
 
     def add(self, seq: Sequence) -> None:
