@@ -279,6 +279,19 @@ def test_tile_shape_of_large_groups(
         assert decode_kernels.tile_shape(programs, group, 256, torch.device("cpu")) == tile
 
 
+@pytest.mark.parametrize(("heads", "tile"), [(8, LARGE), (24, LARGE), (32, DEEP), (64, DEEP)])
+def test_a_plan_goes_by_the_group(
+    heads: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """48 sequences with 8 KV heads, of 1, 3, 4 and 8 query heads each, on an H200."""
+    monkeypatch.setattr(decode_kernels, "gpu_limits", lambda device: H200)
+    lens = torch.ones(48, dtype=torch.int32, device=device)
+    context = Context(False, lens - 2, context_lens=lens, block_tables=lens[:, None] - 1)
+    attention = module.DecodeAttention()
+    attention.plan(context, heads, torch.empty(0, 16, 8, 128, dtype=F16, device=device))
+    assert attention.planned[2] == tile
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_a_batch_of_padding_rows_only(device: torch.device) -> None:
     step = Step(SHAPES[1], [5, 70], device)

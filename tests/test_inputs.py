@@ -43,7 +43,7 @@ def values(inputs: StepInputs) -> dict[str, object]:
 
 
 def last_rows(inputs: StepInputs) -> list[int]:
-    """Rows of the step's positions whose logits are sampled from, as the LM head finds them."""
+    """Rows of the step's positions whose logits are sampled from, as the model finds them."""
     return (inputs.context.cu_seqlens_q[1:] - 1).tolist()
 
 

@@ -36,7 +36,6 @@ class ByHand(TensorParallel):
 
 sizes = pytest.mark.parametrize("size", [2, 4])
 SMALL = replace(QWEN3_06B, **TQ)
-DECODE = Context(is_prefill=False, slot_mapping=torch.tensor([-1]))
 
 
 def ranks(size: int) -> list[ByHand]:
@@ -196,8 +195,7 @@ def test_gathered_logits_are_cut_to_the_vocabulary(vocab_size: int, size: int) -
     for tp in (*ranks(size)[1:], Rank0(0, size)):
         layer = ParallelLMHead(vocab_size, 8, tp)
         load(layer.weight, stored)
-        with use_context(DECODE):
-            parts.append(layer(hidden))
+        parts.append(layer(hidden))
     logits = parts.pop()
     assert logits.shape == (3, vocab_size) and (logits < 0).all()
     torch.testing.assert_close(logits, hidden @ stored.T)
@@ -223,8 +221,8 @@ def test_what_a_rank_holds_of_qwen3_06b() -> None:
 
 
 def run_in_lockstep(models: list[Qwen3ForCausalLM], ids: torch.Tensor) -> torch.Tensor:
-    """Logits of every position of one prompt, with each exchange between the ranks done here. One
-    model is the unsplit case."""
+    """Logits of the last three positions of one prompt, which alone leave the last layer, with each
+    exchange between the ranks done here. One model is the unsplit case."""
     length, first = len(ids), models[0]
     positions, ends = torch.arange(length), torch.tensor([0, length], dtype=torch.int32)
     context = Context(True, torch.full((length,), -1), ends, ends, length, length)
@@ -233,7 +231,8 @@ def run_in_lockstep(models: list[Qwen3ForCausalLM], ids: torch.Tensor) -> torch.
     with use_context(context):
         for layers in zip(*(body.layers for body in bodies), strict=True):
             norms = layers[0].input_layernorm, layers[0].post_attention_layernorm
-            outs = [layer.self_attn(positions, norms[0], stream) for layer in layers]
+            rows = positions[-3:] if layers[0] is bodies[0].layers[-1] else None
+            outs = [layer.self_attn(positions, norms[0], stream, rows) for layer in layers]
             stream = sum(hidden for hidden, _ in outs), outs[0][1]
             outs = [layer.mlp(norms[1], stream) for layer in layers]
             stream = sum(hidden for hidden, _ in outs), outs[0][1]

@@ -220,8 +220,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compile_ahead(self, has_graphs: bool, with_prefill: bool) -> None:
-        """Compile all kernels of warm-up and graphs, by going through both in two layers (the rest
-        are like the second), with a pool of one block. Leaves everything as it was."""
+        """Compile all kernels of warm-up and graphs, by going through both in two layers, a first
+        and a last (those between launch the same), with a pool of one block. Leaves everything as
+        it was."""
         from nanovllm.layers.compile_ahead import compile_ahead
 
         def start() -> None:

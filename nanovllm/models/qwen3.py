@@ -25,9 +25,9 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.hf import ModelConfig
 from nanovllm.utils.parallel import Summand, TensorParallel
 
-# Hidden states [T, hidden], and the residual [T, hidden] that they are still to be added to. Layers
-# hand on both, so that the next norm's kernel does the addition too, and of a Summand the sum over
-# the ranks; or one row's product all of it.
+# Hidden states [T, hidden], and the residual [T, hidden] that they are still to be added to; of N
+# rows behind the last attention of a prefill. Layers hand on both, so that the next norm's kernel
+# does the addition too, and of a Summand the sum over the ranks; or one row's product all of it.
 Stream: TypeAlias = tuple[torch.Tensor | Summand, torch.Tensor | None]
 
 
