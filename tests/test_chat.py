@@ -1,5 +1,6 @@
 """chat: the tokenizer's own template in, completions out; and what is no conversation."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         llm.chat(WHO, GREEDY, use_tqdm=False, chat_template_kwargs="think")
     with pytest.raises(ValueError, match="conversation 0: the chat template refused it"):
         llm.chat(WHO, GREEDY, use_tqdm=False, chat_template_kwargs={"tokenize": True})
+
+
+def test_a_conversation_too_long_is_told_once(
+    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our error, not by the tokenizer's warning before it too."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(ValueError, match=r"leaves no room .* max_model_len=2048: shorten it"):
+        llm.chat([{"role": "user", "content": "Speak! " * 3000}], GREEDY, use_tqdm=False)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("conversations", "error", "match"), MALFORMED)

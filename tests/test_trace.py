@@ -98,6 +98,7 @@ def test_a_missing_model_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--ids", "1,x"],
         ["--max-tokens", "3"],
         ["--walk", "A", "--temperature", "1"],
+        ["--svg", "no/such/folder/walk.svg"],
     ],
 )
 def test_a_contradictory_command_is_refused(

@@ -84,7 +84,8 @@ class PrefillGraphs:
         )
         with use_context(context):
             hidden = self.model(inputs["input_ids"][:size], inputs["positions"][:size])
-        # Without that of the padding. Of a sequence that is not there it is some row's.
+        # A row for each sequence that could be there (if it is not, the last position's, which no one
+        # reads), and one for the padding, which is cut off.
         hidden = hidden[: self.max_seqs]
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)
