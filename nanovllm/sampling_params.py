@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from reprlib import repr as shown  # cut short
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, keep_int
 
@@ -71,7 +72,7 @@ class SamplingParams:
 def _checked_stop(stop: object) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or any(not isinstance(s, str) for s in strings):
-        raise TypeError(f"stop must be a string or a list of strings, got {stop!r}")
+        raise TypeError(f"stop must be a string or a list of strings, got {shown(stop)}")
     if "" in strings:
         raise ValueError("stop must not hold an empty string: it would end every completion")
     return tuple(strings)
@@ -80,5 +81,5 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
 def _checked_ids(ids: object) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, (list, tuple)):
-        raise TypeError(f"stop_token_ids must be a list of ints >= 0, got {ids!r}")
+        raise TypeError(f"stop_token_ids must be a list of ints >= 0, got {shown(ids)}")
     return tuple(check_int("each of stop_token_ids", token_id, 0) for token_id in ids)

@@ -30,9 +30,8 @@ from nanovllm.utils.parallel import Summand
 
 META = torch.device("meta")
 
-SHALLOW = replace(
-    QWEN3_06B, num_hidden_layers=2
-)  # a first layer and a last; those between launch the same
+# A first layer and a last; those between launch the same.
+SHALLOW = replace(QWEN3_06B, num_hidden_layers=2)
 # As many query heads for a KV head as any Qwen3 has; sizes that are no powers of two.
 ODD = replace(
     SHALLOW,

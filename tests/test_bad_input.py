@@ -271,7 +271,7 @@ ONE = SamplingParams(max_tokens=3)
         ([1, 2, 3], None, TypeError, ["prompt 0: a prompt must be text or a list", "got 1"]),
         ([[1], [2], [3]], [ONE, ONE], ValueError, ["3 prompts but 2 sampling_params", "one for"]),
         ([[1]], [], ValueError, ["1 prompts but 0 sampling_params"]),
-        ([[1]], {"max_tokens": 3}, TypeError, ["must be SamplingParams, or a list", "got {'max"]),
+        ([[1]], {"max_tokens": 3}, TypeError, ["sampling_params must be SamplingParams, got {"]),
         ([[1] * 9999 + ["a"]], None, TypeError, ["must be ints, got 'a'", "unnested"]),
         ([{"prompt": "x" * 999}], None, TypeError, ["got {'prompt': 'xxxxxxxxxxxx...xxxx"]),
         ([[1], [2]], [ONE, 3], TypeError, ["prompt 1: sampling_params must be SamplingParams"]),

@@ -90,7 +90,7 @@ MALFORMED: list[tuple[Any, type[Exception], str]] = [
 
 
 def test_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Qwen3's enable_thinking; a template that refuses one tells."""
+    """As Qwen3's enable_thinking. One that the call itself sets is refused."""
     template = "{{ messages[0].content }}{% if not think | default(true) %}!{% endif %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     prompts: list[str] = []

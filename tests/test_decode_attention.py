@@ -4,16 +4,21 @@ float32. In Triton's interpreter where there is no GPU.
 The pool is NaN wherever nothing may be read, and so is fresh memory: whatever is read by mistake,
 or left unwritten, shows."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from checkpoints import QWEN3_06B
 from numerics import BF16, F16, F32, assert_close
 
+from nanovllm.layers import kernels
 from nanovllm.layers.attention import store_kv, torch_attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils.context import Context
+from nanovllm.models.qwen3 import Qwen3Model
+from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.parallel import TensorParallel
 
 module = pytest.importorskip("nanovllm.layers.decode_attention", reason="triton is not installed")
 decode_kernels = pytest.importorskip("nanovllm.layers.decode_kernels")
@@ -290,6 +295,24 @@ def test_a_plan_goes_by_the_group(
     attention = module.DecodeAttention()
     attention.plan(context, heads, torch.empty(0, 16, 8, 128, dtype=F16, device=device))
     assert attention.planned[2] == tile
+
+
+def test_the_model_plans_for_its_own_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(Exception):
+        pass
+
+    def plan(self: object, context: Context, num_heads: int, k_cache: torch.Tensor) -> None:
+        raise Planned(num_heads)
+
+    monkeypatch.setattr(module.DecodeAttention, "plan", plan)
+    monkeypatch.setattr(kernels, "usable", lambda x: True)
+    with torch.device("meta"):
+        model = Qwen3Model(
+            replace(QWEN3_06B, num_hidden_layers=1), torch_attention, TensorParallel()
+        )
+    ids = torch.tensor([0])
+    with use_context(Context(False, ids)), pytest.raises(Planned, match=r"^16$"):
+        model(ids, ids)
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -87,13 +87,21 @@ def test_example_continues_plain_text(
 
 
 def test_example_applies_the_chat_template(
-    tmp_path: Path, example: ModuleType, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    example: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any other model that has one is; here it is a copy of the bundled one."""
+    """Any other model that has one is; here it is a copy of the bundled one. It is not to think."""
     shutil.copytree(TINY_QWEN3, tmp_path, dirs_exist_ok=True)
+    chat, options = example.LLM.chat, []
+    monkeypatch.setattr(
+        example.LLM, "chat", lambda *args, **keys: options.append(keys) or chat(*args, **keys)
+    )
     completion = complete(example, capsys, "--model", str(tmp_path), "Good morrow!")
-    chat = "<|im_start|>user\nGood morrow!<|im_end|>\n<|im_start|>assistant\n"
-    assert completion == reference_text(chat) != reference_text("Good morrow!")
+    prompt = "<|im_start|>user\nGood morrow!<|im_end|>\n<|im_start|>assistant\n"
+    assert completion == reference_text(prompt) != reference_text("Good morrow!")
+    assert options == [{"chat_template_kwargs": {"enable_thinking": False}}]
 
 
 def test_example_passes_its_settings_through(

@@ -98,7 +98,6 @@ def test_a_missing_model_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--ids", "1,x"],
         ["--max-tokens", "3"],
         ["--walk", "A", "--temperature", "1"],
-        ["--svg", "no/such/folder/walk.svg"],
     ],
 )
 def test_a_contradictory_command_is_refused(
@@ -107,6 +106,12 @@ def test_a_contradictory_command_is_refused(
     with pytest.raises(SystemExit) as stop:
         parse_args(arguments)
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_a_drawing_without_its_folder_is_refused_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--svg", "no/such/folder/walk.svg"])
+    assert "--svg no/such/folder/walk.svg: there is no folder" in capsys.readouterr().err
 
 
 def test_ranges_and_letters() -> None:

@@ -84,8 +84,8 @@ class PrefillGraphs:
         )
         with use_context(context):
             hidden = self.model(inputs["input_ids"][:size], inputs["positions"][:size])
-        # A row for each sequence that could be there, and one for the padding, which is cut off. Of
-        # a sequence that is not there it is the last position's: nobody reads it.
+        # One row is too many: the padding may stand behind max_seqs sequences. Rows that belong to
+        # no sequence are of the last position, and nobody reads them.
         hidden = hidden[: self.max_seqs]
         if self.hidden is None:
             self.hidden = torch.empty_like(hidden)

@@ -44,10 +44,8 @@ def checked_params(sampling_params: SamplingParams | None, where: str = "") -> S
     if sampling_params is None:
         return SamplingParams()
     if not isinstance(sampling_params, SamplingParams):
-        raise TypeError(
-            f"{where}sampling_params must be SamplingParams, or a list with one for each prompt, "
-            f"got {shown(sampling_params)}"
-        )
+        got = shown(sampling_params)
+        raise TypeError(f"{where}sampling_params must be SamplingParams, got {got}")
     return sampling_params
 
 
@@ -96,7 +94,7 @@ def render_chat(
     conversations: Conversation | list[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool,
-    template_options: dict[str, Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[list[int]]:
     """Token ids of one conversation or several, by the tokenizer's chat template with its options.
     Raises ValueError if there is no template or it refuses a conversation, or for an empty one, and
@@ -111,9 +109,9 @@ def render_chat(
             "conversations must be a list of messages, or a list of such lists, got "
             f"{shown(conversations)}"
         )
-    if not isinstance(template_options, (dict, type(None))):
-        raise TypeError(f"chat_template_kwargs must be a dict, got {shown(template_options)}")
-    options = {"add_generation_prompt": add_generation_prompt, **(template_options or {})}
+    if not isinstance(chat_template_kwargs, (dict, type(None))):
+        raise TypeError(f"chat_template_kwargs must be a dict, got {shown(chat_template_kwargs)}")
+    options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
     if not conversations:
         raise ValueError("conversations is empty: give at least one message")
     if isinstance(conversations[0], dict):

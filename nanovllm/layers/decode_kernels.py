@@ -29,7 +29,7 @@ def tile_shape(programs: int, group: int, row_bytes: int, device: torch.device) 
     """The tile and stages for so many programs, query heads of each, and positions of so many
     bytes. The fewer programs there are, the more of the memory's latency each must cover; where not
     all run at once it counts how full the last wave is. Chosen by whole decode steps of Qwen3-0.6B
-    on an H200, for larger groups of Qwen3-8B (docs/measurements.md)."""
+    on an H200; for groups of four, and so for larger ones, of Qwen3-8B (docs/measurements.md)."""
     multiprocessors, shared = gpu_limits(device)
     if row_bytes > 256:  # not every GPU has the shared memory for more
         return (32, 3) if row_bytes <= 512 else (16, 3)

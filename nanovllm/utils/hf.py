@@ -135,7 +135,7 @@ def _rope_theta(folder: str, hf: Any) -> float:
             raise ValueError(f"{folder}: config.json: {name} {nested!r} is not supported")
         rope_type = nested.get("rope_type") or nested.get("type") or "default"
         if rope_type != "default":
-            raise ValueError(f"{folder}: config.json: RoPE type {rope_type!r} is not supported")
+            raise ValueError(f"{folder}: RoPE type {rope_type!r} is not supported, only 'default'")
         theta = nested.get("rope_theta") or theta
     if not _is_positive(theta):
         raise ValueError(
