@@ -116,11 +116,14 @@ def test_frequencies_with_filters(
 
 
 def test_candidates_with_equal_logits_stay_or_go_together(device: torch.device) -> None:
-    """top_k=4 reaches into the plateau of three: all three stay. So with top_p."""
+    """top_k=4 reaches into the plateau of three: all three stay. So with top_p and min_p."""
     plateau = {3, 4, 5}
     for filters in ({"top_k": 4}, {"top_p": 0.7}):
         tokens = draw(LOGITS, device, temperature=1.0, **filters)
         assert set(tokens.tolist()) == {0, 1, 2} | plateau, filters
+    # Nor does min_p leave out the best themselves, which need not come first.
+    tokens = draw([1.0, 3.0, 2.9, 3.0, -1.0], device, temperature=0.7, min_p=1.0)
+    assert set(tokens.tolist()) == {1, 3}
 
 
 def test_each_row_of_a_batch_has_its_own_settings(device: torch.device) -> None:

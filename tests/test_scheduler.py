@@ -217,6 +217,17 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
     assert seq.finish_reason == "stop" and seq.completion_token_ids == [5]
 
 
+def test_what_would_end_it_before_min_tokens_does_not() -> None:
+    """The sampler bans those ids; it has nothing else to give when they are all there are."""
+    scheduler = make_scheduler(num_blocks=8, eos_token_ids=[5])
+    seq = add_request(scheduler, [1, 2], min_tokens=3, stop_token_ids=[9])
+    emit(scheduler, 5)
+    emit(scheduler, 9)
+    assert not seq.is_finished
+    emit(scheduler, 5)
+    assert seq.finish_reason == "stop" and seq.completion_token_ids == [5, 9, 5]
+
+
 def test_the_candidate_of_a_cut_prompt_is_dropped_even_if_it_is_eos() -> None:
     scheduler = make_scheduler(num_blocks=8, eos_token_ids=[5], max_num_batched_tokens=2)
     seq = add_request(scheduler, [1, 2, 3])
