@@ -144,6 +144,17 @@ def test_bar_shows_finished_requests_speeds_and_kv_use(llm: LLM) -> None:
         assert re.search(pattern.format(used), line), line
 
 
+def test_the_bars_speed_is_positions_per_second(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the latest step of each kind, since the one before it, by a clock set by hand."""
+    clock = iter([10.0, 10.5, 10.75])
+    monkeypatch.setattr("nanovllm.engine.progress_bar.perf_counter", lambda: next(clock))
+    bar = ProgressBar(2, llm.scheduler, enabled=True)
+    bar.update(0, 100)
+    bar.update(2, -8)
+    bar.close()
+    assert bar.speed == {True: 200.0, False: 32.0}
+
+
 def test_bar_shows_preemptions_of_this_call_when_there_are_any(folder: Path) -> None:
     with start(folder, num_kvcache_blocks=8) as llm:
         prompts = [random_ids(count, seed=count) for count in (7, 9, 6)]

@@ -67,6 +67,16 @@ def test_requests_added_while_a_stream_is_read(
     assert [seq.completion_token_ids for seq in added] == expected[1:]
 
 
+def test_a_turn_tells_of_the_step_before_it(build: Build, expected: list[list[int]]) -> None:
+    """The first has nothing to tell, the last one nothing to launch."""
+    llm = build()
+    seq_id = llm.add_request(PROMPTS[1], SamplingParams(max_tokens=2, **GREEDY))
+    turns = [llm._loop_step() for _ in range(4)]
+    end = [(seq_id, expected[1][:2])]
+    assert turns == [([], 0), ([], len(PROMPTS[1])), (end, -1), ([], 0)]
+    assert llm.step() == (end, 0), "`step` tells it to who added the request"
+
+
 @pytest.mark.parametrize("stride", [1, 2, 5])
 def test_steps_by_hand_while_a_stream_is_read(
     build: Build, expected: list[list[int]], stride: int
