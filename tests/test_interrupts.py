@@ -203,3 +203,25 @@ def test_other_threads_than_the_main_one_may_step(llm: LLM) -> None:
     thread.start()
     thread.join()
     assert outputs == expected
+
+
+def test_a_step_whose_tokens_were_accepted_is_not_undone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C amid postprocess: it is raised behind it, and nothing is to be computed again."""
+    on_tokens = llm._on_tokens
+
+    def interrupted(*args: Any) -> None:
+        on_tokens(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    seq_id = llm.add_request(PROMPTS[1], PARAMS)
+    llm.step()
+    (seq,) = llm.scheduler.running
+    monkeypatch.setattr(llm, "_on_tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    assert list(llm.scheduler.running) == [seq]
+    assert (seq.num_completion_tokens, seq.num_cached_tokens) == (2, 6)
+    check_invariants(llm.scheduler)
+    assert llm.abort(seq_id) and llm.is_finished()
