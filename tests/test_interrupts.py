@@ -209,16 +209,16 @@ def test_a_step_whose_tokens_were_accepted_is_not_undone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C amid postprocess: it is raised behind it, and nothing is to be computed again."""
-    on_tokens = llm._on_tokens
+    on_tokens = LLM._on_tokens
 
-    def interrupted(*args: Any) -> None:
-        on_tokens(*args)
+    def interrupted(self: LLM, *args: Any) -> None:
+        on_tokens(self, *args)
         signal.raise_signal(signal.SIGINT)
 
     seq_id = llm.add_request(PROMPTS[1], PARAMS)
     llm.step()
     (seq,) = llm.scheduler.running
-    monkeypatch.setattr(llm, "_on_tokens", interrupted)
+    monkeypatch.setattr(LLM, "_on_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.step()
     assert list(llm.scheduler.running) == [seq]
